@@ -1,0 +1,12 @@
+"""The hot spots: softmax, INT8 matrix product, and the fused H3 state update.
+
+Each module holds one operation: its maths and layout, a reference in plain MLX ops that runs on any device and on an
+explicit CPU stream, and the dispatcher that picks what runs. `KERNELS` in each module maps a device type to a
+hand-written kernel with the reference's arguments; it is empty as yet, so the reference runs everywhere.
+"""
+
+from mlx_cosyh3.kernels.h3_step import H3StepParams, h3_step
+from mlx_cosyh3.kernels.int8_matmul import int8_matmul
+from mlx_cosyh3.kernels.softmax import softmax
+
+__all__ = ["softmax", "int8_matmul", "h3_step", "H3StepParams"]

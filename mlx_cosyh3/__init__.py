@@ -1,0 +1,16 @@
+"""H3 language models in MLX: load, generate, stream_generate, batch_generate."""
+
+from pathlib import Path
+
+__version__ = "0.1.0"
+
+# In a source tree kernels/ and convert/ lie beside this folder and pyproject.toml maps them in; this lets
+# `python -m mlx_cosyh3` and pytest find them there before anything is installed.
+_root = Path(__file__).resolve().parent.parent
+if (_root / "kernels" / "h3_step.py").is_file() and (_root / "pyproject.toml").is_file():
+    __path__.append(str(_root))
+
+from mlx_cosyh3.generate import batch_generate, generate, stream_generate  # noqa: E402
+from mlx_cosyh3.load import load  # noqa: E402
+
+__all__ = ["load", "generate", "stream_generate", "batch_generate"]

@@ -1,0 +1,102 @@
+"""Find a model folder, here or on the hub, and load it."""
+
+import importlib
+import json
+from pathlib import Path
+
+import mlx.core as mx
+
+from mlx_cosyh3.errors import CheckpointError, CosyH3Error, nearest
+from mlx_cosyh3.tokenizer import Tokenizer
+
+EMBEDDED = Path(__file__).parent / "models"
+DEFAULT_MODEL = "h3-tiny"
+FAMILIES = {"h3": "mlx_cosyh3.h3"}  # config.json's model_type -> module with `build(config)`
+PATTERNS = ["*.json", "*.safetensors", "*.txt", "*.bpe", "*.md"]
+
+
+def load(path_or_repo=None, *, revision=None, kv_window=None):
+    """Load a converted model: a folder, a hub repo id, or None for the small model that comes with the package.
+
+    kv_window   the attention layers look at this many last tokens (None: at all), which bounds memory and time
+    Returns the model, evaluated, with its `tokenizer` and `config`; any thread may use it.
+    Raises CosyH3Error (CheckpointError for a folder that holds no such model)."""
+    if kv_window is not None and (not isinstance(kv_window, int) or kv_window < 1):
+        raise CosyH3Error(f"kv_window must be a whole number of tokens from 1, not {kv_window!r}")
+    folder = find_model(path_or_repo, revision)
+    config = read_config(folder)
+    module = importlib.import_module(FAMILIES[config["model_type"]])
+    model = module.build(config, kv_window=kv_window)
+    weights = {}
+    for file in sorted(folder.glob("model*.safetensors")):
+        try:
+            weights.update(mx.load(str(file)))
+        except RuntimeError as e:
+            raise CheckpointError(f"cannot read {file}: {str(e).splitlines()[0]}; convert the model again") from e
+    if not weights:
+        raise CheckpointError(f"{folder} holds no model*.safetensors: convert the model again")
+    _check(folder, model, weights)
+    model.load_weights(list(weights.items()))
+    if (folder / "vocab.json").exists() or (folder / "tokenizer.json").exists():
+        model.tokenizer = Tokenizer.from_dir(folder, config.get("eos_token_id"))
+    return model
+
+
+def find_model(path_or_repo=None, revision=None, allow_patterns=PATTERNS):
+    """The local folder of a model: an existing path, an embedded model's name, else a snapshot of a hub repo."""
+    if path_or_repo is None:
+        path_or_repo = DEFAULT_MODEL
+    name = str(path_or_repo)
+    if Path(name).exists():
+        return Path(name)
+    if (EMBEDDED / name / "config.json").exists() and "/" not in name:
+        return EMBEDDED / name
+    if name.count("/") != 1 or name.startswith((".", "/", "~")):
+        raise CosyH3Error(f"no such model: {name} is neither a folder here nor a hub repo id (owner/name)")
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(name, revision=revision, allow_patterns=allow_patterns))
+    except HFValidationError as e:
+        raise CosyH3Error(f"no such model: {name} is neither a folder here nor a hub repo id (owner/name)") from e
+    except LocalEntryNotFoundError as e:
+        raise CosyH3Error(f"{name} is not in the local cache and the hub cannot be reached: check the network") from e
+    except HfHubHTTPError as e:
+        raise CosyH3Error(f"cannot fetch {name} from the hub: {str(e).strip().splitlines()[0]}") from e
+    except OSError as e:  # no network, no space
+        raise CosyH3Error(f"cannot fetch {name} from the hub: {e}") from e
+
+
+def read_config(folder):
+    """config.json of a converted model, its model_type checked."""
+    path = Path(folder) / "config.json"
+    if not Path(folder).is_dir():
+        raise CheckpointError(f"{folder} is not a model folder; turn a checkpoint into one with: mlx_cosyh3 convert")
+    if not path.exists():
+        raise CheckpointError(f"{folder} has no config.json; turn a checkpoint into a model with: mlx_cosyh3 convert")
+    try:
+        config = json.loads(path.read_text())
+        kind = config["model_type"]
+    except (ValueError, KeyError, TypeError) as e:
+        raise CheckpointError(f"{path} is not a model's config ({type(e).__name__}: {e})") from e
+    if kind not in FAMILIES:
+        known = ", ".join(FAMILIES)
+        raise CheckpointError(f"{path}: model type {kind!r} is not one this program runs ({known}){nearest(kind, FAMILIES)}")
+    return config
+
+
+def _check(folder, model, weights):
+    """The weights fit the model: MLX's own message would be a list of every name."""
+    from mlx.utils import tree_flatten
+
+    expected = {name: a.shape for name, a in tree_flatten(model.parameters())}
+    for what, names in (("lacks", expected.keys() - weights.keys()), ("has an unknown", weights.keys() - expected.keys())):
+        if names:
+            first = min(names)
+            raise CheckpointError(f"{folder} {what} tensor {first!r} (one of {len(names)}); convert the model again")
+    for name, shape in expected.items():
+        if weights[name].shape != shape:
+            raise CheckpointError(
+                f"{folder}: {name} has shape {list(weights[name].shape)}, config.json says {list(shape)}"
+            )

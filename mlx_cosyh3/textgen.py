@@ -1,0 +1,331 @@
+"""Text generation for language models: the decode loop, and generate / stream / batch on top of it.
+
+The loop dispatches the next step before it reads the last token, so that a GPU never waits for Python. When a token
+turns out to be the last, the step already dispatched is undone on the cache, which thus always holds exactly the
+prompt and what was generated. Knows nothing of any model but `prefill`, `step`, `make_cache`, `tokenizer`, `config`.
+"""
+
+import queue
+import threading
+import time
+
+import mlx.core as mx
+import numpy as np
+
+from mlx_cosyh3 import sampling
+from mlx_cosyh3.errors import CosyH3Error
+from mlx_cosyh3.results import TextResult
+
+CLEAR_EVERY = 256  # tokens between returns of MLX's free buffers to the system
+
+
+class TextGeneration:
+    """generate, stream_generate and batch_generate for a language model (a mix-in)."""
+
+    def generate(
+        self,
+        prompt,
+        *,
+        max_tokens=256,
+        temperature=0.8,
+        top_k=50,
+        top_p=0.9,
+        min_p=0.0,
+        repetition_penalty=None,
+        seed=None,
+        stop=(),
+        cache=None,
+        logprobs=False,
+    ):
+        """Continue `prompt` (text, or a list of ids) -> TextResult.
+
+        max_tokens           most tokens to draw
+        temperature          0 = always the likeliest; top_k, top_p, min_p apply in this order (0, 1, 0 = off)
+        repetition_penalty   > 1 makes tokens that occurred in this call's prompt or text less likely
+        seed                 the same seed gives the same text, in any thread; None = another one each time
+        stop                 text that ends the generation, and is not returned: a string or several
+        cache                `model.make_cache()`: start from what it has read, and leave it after the text
+        logprobs             return each token's log-probability, too
+
+        An empty prompt starts from the end-of-text token (with a cache that has read something: goes on from there).
+        Raises CosyH3Error for a value out of range, text that cannot be encoded, or a cache of another model."""
+        run = self._run([prompt], locals())
+        for _ in run.steps():
+            continue
+        return run.results()[0]
+
+    def stream_generate(
+        self,
+        prompt,
+        *,
+        max_tokens=256,
+        temperature=0.8,
+        top_k=50,
+        top_p=0.9,
+        min_p=0.0,
+        repetition_penalty=None,
+        seed=None,
+        stop=(),
+        cache=None,
+        logprobs=False,
+    ):
+        """`generate` as an iterator of text pieces, none of which splits a character -> TextStream.
+
+        Takes `generate`'s options. `stream.result` is there when the stream has ended or was closed."""
+        return TextStream(self._run([prompt], locals()))
+
+    def batch_generate(
+        self,
+        prompts,
+        *,
+        max_tokens=256,
+        temperature=0.8,
+        top_k=50,
+        top_p=0.9,
+        min_p=0.0,
+        repetition_penalty=None,
+        seed=None,
+        stop=(),
+        cache=None,
+        logprobs=False,
+    ):
+        """`generate` for several prompts of any lengths at once -> list of TextResult.
+
+        `seed` may be a list; with one seed s, row r draws what `generate` draws with s + r. `cache`, of one row or of
+        as many as there are prompts, is where all start from; it is left as it was."""
+        if isinstance(prompts, str):
+            raise CosyH3Error(f"batch_generate takes a list of prompts, not the text {prompts[:40]!r}")
+        if len(prompts) == 0:
+            return []
+        options = locals()
+        options["cache"] = None if cache is None else cache.repeated(len(prompts))
+        run = self._run(list(prompts), options)
+        for _ in run.steps():
+            continue
+        return run.results()
+
+    def _run(self, prompts, o):
+        return _Run(self, prompts, **{k: v for k, v in o.items() if k not in ("self", "prompt", "prompts")})
+
+
+class _Run:
+    """One generation of one or more rows, on the thread that iterates over `steps`."""
+
+    def __init__(
+        self, model, prompts, max_tokens, temperature, top_k, top_p, min_p, repetition_penalty, seed, stop, cache,
+        logprobs,
+    ):  # fmt: skip
+        sampling.check_options(max_tokens, temperature, top_k, top_p, min_p, repetition_penalty, seed)
+        if cache is not None and cache.fingerprint != model.fingerprint:
+            raise CosyH3Error("the cache belongs to another model: make one with model.make_cache()")
+        if cache is not None and cache.batch_size != len(prompts):
+            raise CosyH3Error(f"the cache holds {cache.batch_size} rows, but there are {len(prompts)} prompts")
+        self.model, self.cache, self.max_tokens = model, cache, max_tokens
+        self.filters = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
+        self.penalty, self.seed, self.logprobs = repetition_penalty, seed, logprobs
+        self.prompts = [self._ids(p) for p in prompts]
+        self.rows = [_Row(model.tokenizer, sampling.StopText(stop)) for _ in prompts]
+        self.prompt_seconds = self.seconds = 0.0
+
+    def _ids(self, prompt):
+        """Ids of a prompt given as text or as ids; may be empty."""
+        if isinstance(prompt, str):
+            return self.model.tokenizer.encode(prompt)
+        ids, vocab = [int(i) for i in prompt], self.model.config.vocab_size
+        for i in ids:
+            if not 0 <= i < vocab:
+                raise CosyH3Error(f"prompt id {i} is outside of the vocabulary (0 to {vocab - 1})")
+        return ids
+
+    def _start_ids(self):
+        """What each row feeds first: the token a cache still owes, then the prompt; never nothing."""
+        owed, eos = self.cache.pending, self.model.config.eos_token_id
+        rows = [([owed[i]] if owed else []) + ids for i, ids in enumerate(self.prompts)]
+        if any(not ids for ids in rows) and eos is None:
+            raise CosyH3Error("the prompt is empty and the model names no end-of-text token to start from")
+        return [ids or [eos] for ids in rows]
+
+    def steps(self):
+        """Draw token after token; yields what each row may show of it, a list of text."""
+        model, vocab = self.model, self.model.config.vocab_size
+        if self.cache is None:
+            self.cache = model.make_cache(len(self.rows))
+        cache, rows = self.cache, self._start_ids()
+        lengths = np.array([len(ids) for ids in rows])
+        ids = np.zeros((len(rows), lengths.max()), dtype=np.int32)
+        seen = np.zeros((len(rows), vocab), dtype=bool)
+        for r, row in enumerate(rows):
+            ids[r, : len(row)] = row
+            seen[r, row] = True
+        self.seen = None if self.penalty is None else mx.array(seen)
+        self.keys = sampling.row_keys(self.seed, len(rows))
+        self.prompt_tokens = lengths.tolist()
+
+        started = time.perf_counter()
+        cache.pending = None
+        drawn = self._draw(model.prefill(mx.array(ids), cache, lengths))
+        mx.eval(drawn)
+        self.prompt_seconds = time.perf_counter() - started
+        owed = None
+        try:
+            for n in range(self.max_tokens):
+                mark = cache.mark()
+                if n + 1 < self.max_tokens:
+                    following = self._draw(model.step(drawn[0], cache))
+                    mx.async_eval(following)
+                owed, texts = self._read(drawn, n)
+                self.seconds = time.perf_counter() - started - self.prompt_seconds
+                yield texts
+                if all(row.finish_reason for row in self.rows):
+                    break
+                drawn = following
+                if n % CLEAR_EVERY == CLEAR_EVERY - 1:
+                    mx.clear_cache()
+        finally:  # also when the caller stops asking
+            cache.rewind(mark)
+            cache.pending = owed
+
+    def _draw(self, logits):
+        """logits [B, padded vocabulary] -> ids int32 [B], whether all was finite, log-probabilities [B] (or nothing)."""
+        raw = logits[:, : self.model.config.vocab_size]
+        logits = raw if self.seen is None else sampling.penalize(raw, self.seen, self.penalty)
+        self.keys, now = sampling.next_keys(self.keys)
+        ids = sampling.sample(logits, now, **self.filters)
+        if self.seen is not None:
+            self.seen = mx.put_along_axis(self.seen, ids[:, None], mx.array(True), axis=1)
+        drawn = [ids, mx.isfinite(raw).all()]
+        if self.logprobs:
+            raw = raw.astype(mx.float32)
+            picked = mx.take_along_axis(raw, ids[:, None], axis=-1)[:, 0]
+            drawn.append(picked - mx.logsumexp(raw, axis=-1))
+        return drawn
+
+    def _read(self, drawn, n):
+        """Wait for a drawn step and hand it to the rows -> (the ids the cache does not hold yet, or None; new texts)."""
+        if not drawn[1].item():
+            raise CosyH3Error(f"the model gave a non-finite value (inf or NaN) at token {n + 1}: try --dtype float32")
+        tokens = drawn[0].tolist()
+        logprobs = drawn[2].tolist() if self.logprobs else [None] * len(tokens)
+        eos = self.model.config.eos_token_id
+        last = n + 1 == self.max_tokens
+        texts = [row.add(t, p, t == eos, last) for row, t, p in zip(self.rows, tokens, logprobs)]
+        # After an end-of-text token the cache holds the text before it, so that a caller may go on.
+        return (None if len(tokens) == 1 and tokens[0] == eos else tokens), texts
+
+    def results(self):
+        prompts = getattr(self, "prompt_tokens", [0] * len(self.rows))
+        return [
+            TextResult(
+                finish_reason=row.finish_reason or "cancelled",
+                seconds={"prompt": self.prompt_seconds, "generation": self.seconds},
+                text="".join(row.text),
+                tokens=row.tokens,
+                logprobs=row.logprobs if self.logprobs else None,
+                prompt_tokens=count,
+                prompt_tps=count / max(self.prompt_seconds, 1e-9),
+                generation_tps=max(0, len(row.tokens) - 1) / max(self.seconds, 1e-9),  # the first came with the prompt
+            )
+            for row, count in zip(self.rows, prompts)
+        ]
+
+
+class _Row:
+    """The text of one row as it grows."""
+
+    def __init__(self, tokenizer, stop):
+        self.detokenizer, self.stop = tokenizer.detokenizer(), stop
+        self.tokens, self.logprobs, self.text, self.finish_reason = [], [], [], None
+
+    def add(self, token, logprob, is_eos, is_last):
+        """Take one more token; returns the text that can be shown because of it."""
+        if self.finish_reason:  # other rows of the batch still go on
+            return ""
+        self.tokens.append(token)
+        self.logprobs.append(logprob)
+        text = "" if is_eos else self.stop.add(self.detokenizer.add(token))
+        if self.stop.stopped:
+            self.finish_reason = "stop"
+        elif is_eos or is_last:
+            self.finish_reason = "stop" if is_eos else "length"
+            text += self.stop.add(self.detokenizer.finish())
+            text += self.stop.finish()
+        self.text.append(text)
+        return text
+
+
+class TextStream:
+    """Iterator of text pieces. One thread of its own does all the MLX work, so any thread may consume it.
+
+    result    the TextResult, once the stream has ended or was closed (finish_reason "cancelled" if it was cut short)
+    close()   stop generating; what was written stays, in `result` and in the cache"""
+
+    def __init__(self, run):
+        self._run = run
+        self._pieces = queue.Queue(maxsize=8)
+        self._closed = threading.Event()
+        self._thread = None
+        self.result = None
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        while True:
+            if self.result is not None or self._closed.is_set():
+                raise StopIteration
+            if self._thread is None:
+                # The thread must not hold the stream, or an abandoned one would never be collected and closed.
+                self._thread = threading.Thread(
+                    target=_work, args=(self._run, self._pieces, self._closed), name="mlx_cosyh3 stream"
+                )
+                self._thread.start()
+            piece = self._pieces.get()
+            if isinstance(piece, BaseException):
+                self.close()
+                raise piece
+            if piece is None:
+                self.close()
+            elif piece:
+                return piece
+
+    def close(self):
+        self._closed.set()
+        if self._thread is not None:
+            self._thread.join()
+        if self.result is None:
+            self.result = self._run.results()[0]
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exc):
+        self.close()
+
+    def __del__(self):
+        self._closed.set()
+
+
+def _work(run, pieces, closed):
+    """Run a stream to its end, into the queue `pieces`: text, at last None, or the exception that ended it."""
+
+    def put(piece):
+        # Once the main thread is gone nobody will take a piece, and the interpreter waits for this thread to end.
+        while not closed.is_set() and threading.main_thread().is_alive():
+            try:
+                return pieces.put(piece, timeout=0.1)
+            except queue.Full:
+                continue
+
+    steps = run.steps()
+    try:
+        for texts in steps:
+            put(texts[0])
+            if closed.is_set() or not threading.main_thread().is_alive():
+                break
+    except BaseException as e:  # handed over to whoever consumes the stream
+        put(e)
+    else:
+        put(None)
+    finally:
+        steps.close()
+        mx.clear_streams()  # this thread's; its OS thread would outlive it
