@@ -332,7 +332,6 @@ def check_shapes(weights, config, where="the checkpoint"):
             )
         if hasattr(tensor, "rows") and tensor.dtype not in FLOATS:
             raise CheckpointError(f"{where}: tensor {name!r} has the dtype {tensor.dtype}, expected floating point")
-    return math.prod(shapes["embeddings.weight"])
 
 
 def is_ssm(name):
