@@ -261,7 +261,7 @@ class PickleMachine:
                 raise CheckpointError(f"a {type(part).__name__} as a key; strings, numbers and flat tuples are read")
         return key  # foreign objects and tensors are their own keys: they compare by identity
 
-    def _set_pairs(self, table, values):
+    def set_pairs(self, table, values):
         if len(values) % 2:
             raise damaged(f"a key without a value before byte {self.position}")
         self._spend(100 * (len(values) // 2 + 1))
@@ -276,7 +276,7 @@ class PickleMachine:
             target = target.entries
         if not isinstance(target, dict):
             raise damaged(f"items are set in a {type(target).__name__}")
-        self._set_pairs(target, values)
+        self.set_pairs(target, values)
 
     def _set_item(self):
         value, key = self._pop(), self._pop()
@@ -298,10 +298,10 @@ class PickleMachine:
 
     def _dict(self):
         table = {}
-        self._set_pairs(table, self._since_mark())
+        self.set_pairs(table, self._since_mark())
         self._push(table)
 
-    def _set_of(self, kind, values):
+    def set_of(self, kind, values):
         self._spend(100 * len(values))
         return kind([self._key(value) for value in values])
 
@@ -309,7 +309,7 @@ class PickleMachine:
         values, target = self._since_mark(), self._top()
         if not isinstance(target, set):
             raise damaged(f"items are added to a {type(target).__name__}")
-        target.update(self._set_of(list, values))
+        target.update(self.set_of(list, values))
 
     def _last(self, count):
         values = [self._pop() for _ in range(count)]
@@ -332,7 +332,7 @@ class PickleMachine:
         raise CheckpointError(f"not a plain checkpoint: it names global number {code} of Python's extension "
                               "registry, which is unknown here")
 
-    def _call(self, function, args):
+    def call(self, function, args):
         """What replaces every call: our own builder, or a record that the call stood there."""
         if not isinstance(function, Global):
             raise CheckpointError(f"not a plain checkpoint: it would call a {type(function).__name__} that it made")
@@ -345,9 +345,9 @@ class PickleMachine:
 
     def _reduce(self):
         args, function = self._pop(), self._pop()
-        self._push(self._call(function, args))
+        self._push(self.call(function, args))
 
-    def _instance(self, cls, args, what):
+    def instance(self, cls, args, what):
         """NEWOBJ: only classes come here in a real pickle, so any name that find_global let pass is recorded."""
         if not isinstance(cls, Global) or not isinstance(args, tuple):
             raise damaged(f"{what} of a {type(cls).__name__}")
@@ -355,7 +355,7 @@ class PickleMachine:
 
     def _new_object(self):
         args, cls = self._pop(), self._pop()
-        self._push(self._instance(cls, args, "NEWOBJ"))
+        self._push(self.instance(cls, args, "NEWOBJ"))
 
     def _new_object_ex(self):
         kwargs, args, cls = self._pop(), self._pop(), self._pop()
@@ -363,20 +363,20 @@ class PickleMachine:
             raise damaged(f"NEWOBJ_EX with a {type(kwargs).__name__} for keywords")
         if isinstance(cls, Global) and cls.build is not None and kwargs:
             raise damaged(f"{cls.name} is made with keywords")
-        value = self._instance(cls, args, "NEWOBJ_EX")
+        value = self.instance(cls, args, "NEWOBJ_EX")
         if kwargs:
             value.args = (args, kwargs)
         self._push(value)
 
     def _inst(self):
         cls = self._global_lines()
-        self._push(self._call(cls, tuple(self._since_mark())))
+        self._push(self.call(cls, tuple(self._since_mark())))
 
     def _obj(self):
         values = self._since_mark()
         if not values:
             raise damaged(f"OBJ without a class before byte {self.position}")
-        self._push(self._call(values[0], tuple(values[1:])))
+        self._push(self.call(values[0], tuple(values[1:])))
 
     def _build(self):
         """State is recorded on foreign objects and dropped elsewhere: an OrderedDict's or a tensor's attributes."""
@@ -463,7 +463,7 @@ _OPERATIONS = {
     b"u": (0, lambda m: m._set_items(m._since_mark())),
     0x8F: (232, _reader(lambda m: set())),
     0x90: (0, M._add_items),
-    0x91: (232, _reader(lambda m: m._set_of(frozenset, m._since_mark()))),
+    0x91: (232, _reader(lambda m: m.set_of(frozenset, m._since_mark()))),
     # memo
     b"p": (_PLAIN, lambda m: m._put(m._integer(m._line()))),
     b"q": (_PLAIN, lambda m: m._put(m._take(1)[0])),
@@ -472,9 +472,9 @@ _OPERATIONS = {
     b"g": (_PLAIN, lambda m: m._get(m._integer(m._line()))),
     b"h": (_PLAIN, lambda m: m._get(m._take(1)[0])),
     b"j": (_PLAIN, lambda m: m._get(m._number("<I", 4))),
-    # names, calls, objects
-    b"c": (240, _reader(M._global_lines)),
-    0x93: (240, M._stack_global),
+    # names, calls, objects; a tensor takes about 240
+    b"c": (400, _reader(M._global_lines)),
+    0x93: (400, M._stack_global),
     b"R": (240, M._reduce),
     0x81: (240, M._new_object),
     0x92: (360, M._new_object_ex),

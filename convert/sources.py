@@ -164,26 +164,27 @@ def _open_repo(repo, file, revision):
     # Imported here: load imports the model, and a local checkpoint needs neither.
     from mlx_cosyh3.load import find_model
 
-    wanted = [file] if file else _pick(repo, _repo_files(repo, revision), None)
-    if wanted is None:  # the list of files is out of reach: whatever weights the cache holds
-        wanted = ["*.safetensors", *(f"*{s}" for s in TORCH_SUFFIXES)]
+    names = [file] if file else _pick(repo, _repo_files(repo, revision), None)
+    # Without the list of files: whatever weights the local cache holds.
+    wanted = names or ["*.safetensors", *(f"*{s}" for s in TORCH_SUFFIXES)]
     if file and file.endswith(".index.json"):
         wanted = [file, "*.safetensors"]
     small = ["config.json", "*.safetensors.index.json", *TOKENIZER_FILES]
     folder = Path(find_model(repo, revision=revision, allow_patterns=wanted + small))
-    source = _open_files(folder, _pick(repo, _local_files(folder), file), repo)
+    source = _open_files(folder, names or _pick(repo, _local_files(folder), None), repo)
     source.repo, source.revision = repo, revision
     return source
 
 
 def _repo_files(repo, revision):
-    """The names of a repo's files, or None without a network: then find_model looks in the local cache, or says so."""
+    """The names of a repo's top files, or None without a network: then find_model looks in the local cache, or says so."""
     from huggingface_hub import HfApi
-    from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, OfflineModeIsEnabled
 
     try:
-        return HfApi().list_repo_files(repo, revision=revision)
-    except (OSError, OfflineModeIsEnabled, HfHubHTTPError):
+        files = HfApi().model_info(repo, revision=revision, timeout=10).siblings or []
+        return [f.rfilename for f in files if "/" not in f.rfilename]
+    except (OSError, OfflineModeIsEnabled, HfHubHTTPError, HFValidationError):
         return None
     except Exception as e:  # the http client's own errors (their package changed between hub releases)
         if type(e).__module__.partition(".")[0] in ("httpx", "httpx2", "httpcore", "requests", "urllib3"):

@@ -33,20 +33,17 @@ def main(argv=None):
         status = args.run(args)
         sys.stdout.flush()
         return status or 0
-    except KeyboardInterrupt:
-        status, message = 130, None
-    except BrokenPipeError:  # the reader of a pipe has had enough, as `| head` has
-        status, message = 141, None
-    except CosyH3Error as e:
-        status, message = 2, str(e)
-    except OSError as e:
-        status, message = 2, f"{e.filename}: {e.strerror}" if e.filename else str(e.strerror or e)
-    if args.debug and message:
-        traceback.print_exc()
-    if message:
+    except (KeyboardInterrupt, CosyH3Error, OSError) as e:
+        _abandon_stdout()
+        if isinstance(e, KeyboardInterrupt):
+            return 130
+        if isinstance(e, BrokenPipeError):  # the reader of a pipe has had enough, as `| head` has
+            return 141
+        if args.debug:
+            traceback.print_exc()
+        message = f"{e.filename}: {e.strerror}" if getattr(e, "filename", None) else str(getattr(e, "strerror", 0) or e)
         print(f"mlx_cosyh3: {' '.join(message.split())}", file=sys.stderr)
-    _abandon_stdout()
-    return status
+        return 2
 
 
 def _abandon_stdout():

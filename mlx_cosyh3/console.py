@@ -60,8 +60,8 @@ def show(stream, out):
     def write(text):
         nonlocal shown, last
         out.write(text)
-        out.flush()
         shown, last = shown + len(text), text[-1:] or last
+        out.flush()  # may block, so Ctrl-C often lands here: after the count
 
     try:
         try:

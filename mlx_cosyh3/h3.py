@@ -20,7 +20,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
-from mlx.utils import tree_map_with_path
+from mlx.utils import tree_flatten, tree_map_with_path
 
 from mlx_cosyh3.cache import H3Cache, H3State, KVState, fingerprint
 from mlx_cosyh3.errors import CheckpointError
@@ -230,6 +230,30 @@ class H3(nn.Module, TextGeneration):
         self.freeze()
         self.eval()
         return self
+
+    def init_weights(self, seed=0):
+        """Random weights as a fresh H3 has them (upstream's defaults: diag-lin SSM, N(0, 0.02) linear layers)."""
+        rng = np.random.default_rng(seed)
+        fresh = {
+            "log_dt": lambda s: rng.uniform(np.log(1e-3), np.log(0.1), s),
+            "inv_A_real": lambda s: np.full(s, np.log(0.5)),
+            "A_imag": lambda s: np.broadcast_to(np.pi * np.arange(s[-1]), s),
+            "ssm.B": lambda s: np.broadcast_to([1.0, 0.0], s),
+            "ssm.C": lambda s: rng.standard_normal(s) * 0.5**0.5,
+            "shift.B": lambda s: np.broadcast_to(np.eye(1, s[-1]), s),
+            "shift.C": rng.standard_normal,
+            ".D": rng.standard_normal,
+            "norm1.weight": np.ones,
+            "norm2.weight": np.ones,
+            "norm_f.weight": np.ones,
+            "bias": np.zeros,
+            "weight": lambda s: 0.02 * rng.standard_normal(s, dtype=np.float32),
+        }
+        weights = []
+        for name, a in tree_flatten(self.parameters()):
+            make = next(f for end, f in fresh.items() if name.endswith(end))
+            weights.append((name, mx.array(np.asarray(make(a.shape), dtype=np.float32))))
+        return self.load_weights(weights)
 
     def make_cache(self, batch_size=1):
         """An empty state for `batch_size` rows."""
