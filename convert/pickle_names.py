@@ -79,8 +79,7 @@ CALLS = frozenset((
     "torch.device", "torch.serialization._get_layout", "torch._utils._rebuild_nested_tensor",
     "torch._utils._rebuild_wrapper_subclass", "torch._utils._rebuild_device_tensor_from_numpy",
     "torch._utils._rebuild_xla_tensor", "builtins.object", "builtins.range", "builtins.slice",
-    "numpy.dtype", "numpy.ndarray", "numpy.core.multiarray._reconstruct", "numpy._core.multiarray._reconstruct",
-    "numpy.core.numeric._frombuffer", "numpy._core.numeric._frombuffer",
+    "numpy.dtype", "numpy.ndarray", "numpy.core.numeric._frombuffer", "numpy._core.numeric._frombuffer",
     "numpy.random._pickle.__randomstate_ctor", "numpy.random._pickle.__generator_ctor",
     "numpy.random._pickle.__bit_generator_ctor",
 ))

@@ -328,6 +328,11 @@ def _scalar(machine, dtype, raw=None):
     return Opaque("numpy.core.multiarray.scalar", (dtype, raw))
 
 
+def _array(_, cls, *rest):
+    """A numpy array stays foreign, under its own name; its state is (version, shape, dtype, order, bytes)."""
+    return Opaque(cls.name if isinstance(cls, Global) else "numpy.ndarray", rest)
+
+
 def data_builders(record):
     """{global's name: builder}. `record(tensor)` is told of each tensor that must be checked in the end."""
 
@@ -382,6 +387,8 @@ def data_builders(record):
         "copyreg.__newobj__": (_new_object, 1, 64),
         "operator.getitem": (_get_item, 2, 2),
         "_operator.getitem": (_get_item, 2, 2),
+        "numpy.core.multiarray._reconstruct": (_array, 3, 3),
+        "numpy._core.multiarray._reconstruct": (_array, 3, 3),
         "numpy.core.multiarray.scalar": (_scalar, 1, 2),
         "numpy._core.multiarray.scalar": (_scalar, 1, 2),
     }
