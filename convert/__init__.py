@@ -1,4 +1,4 @@
-"""Checkpoints of other programs -> MLX model folders. `convert(model, out)` is the function, `main` the command."""
+"""Checkpoints of other programs -> MLX model folders. `convert(model, out)` does it, `main` is the command."""
 
 from mlx_cosyh3.convert.h3 import infer_config, sanitize
 from mlx_cosyh3.convert.pipeline import ConvertReport, add_arguments, convert, main, run

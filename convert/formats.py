@@ -3,8 +3,9 @@
 A `Format` says which stored tensors a weight becomes (`entries`), makes them block by block (`blocks`), writes the
 `quantization` part of config.json, and undoes it all for `verify` together with the error that is allowed.
 
---dtype applies to linear layers, embedding and norms; SSM tensors are always fp32. With int8 all that is not int8 is
-fp32, so that no other --dtype goes with it. Affine quantisation is `mx.quantize` of the weight in --dtype, which is also the dtype of its scales.
+--dtype applies to linear layers, embedding and norms; SSM tensors are always fp32. With int8 all that is not int8
+is fp32, so that no other --dtype goes with it. Affine quantisation is `mx.quantize` of the weight in --dtype,
+which is also the dtype of its scales.
 """
 
 import mlx.core as mx
@@ -29,7 +30,9 @@ class Format:
 
     def __init__(self, dtype="float32", quantize=None):
         if dtype not in DTYPES:
-            raise CosyH3Error(f"unknown --dtype {dtype!r}{nearest(str(dtype), DTYPES)} (one of {', '.join(DTYPES)})")
+            raise CosyH3Error(
+                f"unknown --dtype {dtype!r}{nearest(str(dtype), DTYPES)} (one of {', '.join(DTYPES)})"
+            )
         self.quantize = None if quantize is None else str(quantize)
         if self.quantize is not None and self.quantize not in QUANTIZE:
             raise CosyH3Error(f"unknown -q {quantize!r} (one of {', '.join(QUANTIZE)})")
@@ -53,7 +56,7 @@ class Format:
         return "F32" if is_ssm(name) or self.quantize == "int8" else DTYPES[self.dtype]
 
     def kind(self, name, shape):
-        """"plain", "int8" or "affine"."""
+        """One of "plain", "int8" and "affine"."""
         if self.quantize is None or not is_matrix(name):
             return "plain"
         if self.bits:
@@ -113,17 +116,17 @@ class Format:
     def restore(self, name, rows):
         """(float64 values, allowed absolute error given the original) of a block of a stored weight.
 
-        `rows(stored name)` -> (numpy block, dtype) of the same rows. The second result is a function of the original
-        block, in float64.
+        `rows(stored name)` -> (numpy block, dtype) of the same rows. The second result is a function of the
+        original block, in float64.
 
         int8: q is w / scale rounded, so the error is scale / 2, and 127 units of fp32 rounding of that quotient.
 
-        affine: with n = 2^bits - 1, R the range of a group and e its end farther from zero, MLX starts from the step
-        R / n, rounds e / step to a whole number q0 and takes s = e / q0 and bias e, so that zero is exact. If the step
-        grew, codes cover the group and the error is |s| / 2. If it shrank, the far end is clipped and is off by
-        R - n |s|, which is at most |s|: a group on both sides of zero has |e| >= R / 2, so |q0| >= n / 2 + 1/2 and
-        R / (n |s|) <= q0 / (q0 - 1/2); a group on one side has |e| >= R and half that.
-        On top come the roundings of s (n times), of the bias, and of the weight itself to the stored dtype.
+        affine: with n = 2^bits - 1, R the range of a group and e its end farther from zero, MLX starts from the
+        step R / n, rounds e / step to a whole number q0 and takes s = e / q0 and bias e, so that zero is exact. If
+        the step grew, codes cover the group and the error is |s| / 2. If it shrank, the far end is clipped and is
+        off by R - n |s|, which is at most |s|: a group on both sides of zero has |e| >= R / 2, so |q0| >= n / 2 +
+        1/2 and R / (n |s|) <= q0 / (q0 - 1/2); a group on one side has |e| >= R and half that. On top come the
+        roundings of s (n times), of the bias, and of the weight itself to the stored dtype.
         """
         path = name.removesuffix("weight")
         weight, dtype = rows(name)
@@ -177,7 +180,8 @@ def cast(name, block, dtype):
     peak = float(np.abs(block).max(initial=0))
     if peak > LARGEST[dtype]:
         raise CheckpointError(
-            f"tensor {name!r} holds {peak:g}, beyond {LARGEST[dtype]:g}, the largest {dtype} number: use another --dtype"
+            f"tensor {name!r} holds {peak:g}, beyond {LARGEST[dtype]:g}, the largest {dtype} number: "
+            "use another --dtype"
         )
     if dtype == "F16":
         return block.astype(np.float16)

@@ -56,9 +56,12 @@ TOP = {
     **{n: n for n in ("embeddings.weight", "norm_f.weight", "norm_f.bias", "lm_head.weight")},
 }
 
-# Told apart by one key each, so that a wrong file is named for what it is. The order matters: special before general.
+# Told apart by a key, so that a wrong file is named for what it is. Order matters: special before general.
 OTHERS = (
-    ("a CosyVoice speech language model (llm.pt)", r"(llm\.model\.model\.layers\.|speech_embedding\.|llm_decoder\.)"),
+    (
+        "a CosyVoice speech language model (llm.pt)",
+        r"(llm\.model\.model\.layers\.|speech_embedding\.|llm_decoder\.)",
+    ),
     ("a CosyVoice flow model (flow.pt)", r"(decoder\.estimator\.|encoder_proj\.|spk_embed_affine_layer\.)"),
     ("a CosyVoice vocoder (hift.pt)", r"(m_source\.|f0_predictor\.|source_downs\.|conv_pre\.)"),
     ("Whisper", r"(model\.)?(encoder\.conv1\.|encoder\.blocks\.\d+\.attn\.|decoder\.token_embedding\.)"),
@@ -67,7 +70,10 @@ OTHERS = (
     ("GPT-2", r"(transformer\.)?(h\.\d+\.(attn\.c_attn|mlp\.c_fc|ln_1)|wte|wpe)\."),
     ("a Hyena model", r"backbone\.layers\.\d+\.mixer\.(filter_fn|short_filter|in_proj)\."),
     ("Qwen2", r"model\.layers\.\d+\.self_attn\.[qkv]_proj\.bias"),
-    ("Llama or a relative", r"(model\.)?(layers\.\d+\.self_attn\.|layers\.\d+\.attention\.w[qkvo]\.|embed_tokens\.)"),
+    (
+        "Llama or a relative",
+        r"(model\.)?(layers\.\d+\.self_attn\.|layers\.\d+\.attention\.w[qkvo]\.|embed_tokens\.)",
+    ),
     ("BERT", r"(bert\.)?(embeddings\.word_embeddings\.|encoder\.layer\.\d+\.)"),
 )
 
@@ -88,13 +94,29 @@ def sanitize(tensors):
             raise CheckpointError(f"tensors {origin[name]!r} and {key!r} are both {name!r}: remove one of them")
         if name.endswith(("shift.C", "ssm.C")) and len(tensor.shape) == (3 if name.endswith("shift.C") else 4):
             if tensor.shape[0] != 1:
-                raise CheckpointError(f"tensor {key!r} has the shape {list(tensor.shape)}: its first axis must be 1")
+                raise CheckpointError(
+                    f"tensor {key!r} has the shape {list(tensor.shape)}: its first axis must be 1"
+                )
             tensor = tensor.reshape(tensor.shape[1:]) if hasattr(tensor, "reshape") else Squeezed(tensor)
         out[name], origin[name] = tensor, key
     if "lm_head.weight" in out and "embeddings.weight" in out:
         if same_bits(out["lm_head.weight"], out["embeddings.weight"]):
             del out["lm_head.weight"]
     return out
+
+
+def model_weights(source):
+    """`sanitize` of an opened checkpoint; errors name it."""
+    try:
+        return sanitize(source.tensors)
+    except CheckpointError as e:
+        raise CheckpointError(f"{source.name}: {e}") from e
+
+
+def source_config(source, weights, **known):
+    """`infer_config` of an opened checkpoint whose `model_weights` are at hand: these lack inv_freq."""
+    freqs = {k: t for k, t in source.tensors.items() if k.endswith(INV_FREQ)}
+    return infer_config({**weights, **freqs}, file_name=source.name, **known)
 
 
 class Squeezed:
@@ -147,7 +169,9 @@ def _new_norm(key, last):
 
 def _unknown(key, new, tensors):
     if re.search(r"\.(scales|biases|scale)$", key):
-        raise CheckpointError(f"the model is quantised already (tensor {key!r}): convert from the original weights")
+        raise CheckpointError(
+            f"the model is quantised already (tensor {key!r}): convert from the original weights"
+        )
     for name, pattern in OTHERS:
         for k in tensors:
             if re.match(pattern, k):
@@ -164,7 +188,9 @@ def _check_inv_freq(key, tensor):
         raise CheckpointError(f"tensor {key!r} has the shape {list(values.shape)}, expected one axis")
     expected = 10000.0 ** (-np.arange(values.size) / values.size)
     if not np.allclose(values, expected, rtol=1e-2 if "16" in str(tensor.dtype) else 1e-5, atol=1e-7):
-        raise CheckpointError(f"tensor {key!r} is not rotary embedding with base 10000: this model cannot be converted")
+        raise CheckpointError(
+            f"tensor {key!r} is not rotary embedding with base 10000: this model cannot be converted"
+        )
 
 
 def _float32(tensor):
@@ -235,7 +261,9 @@ def infer_config(
     if d_model % H:
         raise CheckpointError(f"{where}: {H} SSM channels do not divide d_model {d_model}")
     if vocab_size is not None and not 0 < vocab_size <= rows:
-        raise CheckpointError(f"{where}: a vocabulary of {vocab_size} ids does not fit the {rows} rows of the embedding")
+        raise CheckpointError(
+            f"{where}: a vocabulary of {vocab_size} ids does not fit the {rows} rows of the embedding"
+        )
     released = RELEASED.get((d_model, len(layers), attention), (None, None, 0))
     if len(set(rotary.values())) > 1 or (rotary and set(rotary) != set(attention)):
         raise CheckpointError(f"{where}: attention layers {list(attention)} differ in rotary dims ({rotary})")
@@ -264,8 +292,8 @@ def infer_config(
     }
     if attention and rotary_emb_dim > d_model // config["num_heads"]:
         raise CheckpointError(
-            f"{where}: {rotary_emb_dim} rotary dims do not fit an attention head of {d_model // config['num_heads']} "
-            f"dims ({config['num_heads']} heads): pass the right number with --heads"
+            f"{where}: {rotary_emb_dim} rotary dims do not fit an attention head of "
+            f"{d_model // config['num_heads']} dims ({config['num_heads']} heads): pass the right number with --heads"
         )
     if H % config["n_ssm"]:
         raise CheckpointError(f"{where}: {config['n_ssm']} SSMs do not divide {H} channels")
@@ -331,7 +359,9 @@ def check_shapes(weights, config, where="the checkpoint"):
                 f"{where}: tensor {name!r} has the shape {list(tensor.shape)}, expected {list(shapes[name])}"
             )
         if hasattr(tensor, "rows") and tensor.dtype not in FLOATS:
-            raise CheckpointError(f"{where}: tensor {name!r} has the dtype {tensor.dtype}, expected floating point")
+            raise CheckpointError(
+                f"{where}: tensor {name!r} has the dtype {tensor.dtype}, expected floating point"
+            )
 
 
 def is_ssm(name):

@@ -10,13 +10,14 @@ that the file is not what it says: whoever opens it with Python's own pickle wou
      `random` + `_os`), or a double-underscore attribute (`__globals__`, `__subclasses__`);
    - it reaches through something that is not written like a class (`Outer.Inner` is fine, `codecs.open` is not).
    Everything else may be named: classes and functions of foreign packages are recorded as words.
-2. Instances (NEWOBJ). Only a class can stand there, and the record holds its name and state: any name that passed 1.
+2. Instances (NEWOBJ). Only a class can stand there, and the record holds its name and state: any name that
+   passed 1.
 3. Calls (REDUCE, INST, OBJ). A call can run any function, so it is recorded only if
    - the name is one of CALLS, functions and lower-case classes that well-known packages pickle, or
    - its package is in PACKAGES and its last part is written like a class (Capital first);
    all other calls are refused by name.
-The pure-data names (OrderedDict, set, ...) and torch's own rebuilders never get here: torch_file.py makes their
-values itself.
+The pure-data names (OrderedDict, set, ...) and torch's own rebuilders never get here: torch_tensor.py makes
+their values itself.
 """
 
 import sys
@@ -42,7 +43,7 @@ STDLIB = {
     "pathlib": None,
     "random": {"Random"},
     "re": {"_compile"},
-    "types": {"SimpleNamespace"},
+    "types": {"GenericAlias", "SimpleNamespace"},
     "typing": None,
     "uuid": {"UUID", "SafeUUID"},
     "_codecs": {"encode"},
@@ -61,17 +62,19 @@ DOORS = frozenset((
     "shutil", "socket", "subprocess", "sys",
 ))
 DOOR_CALLS = frozenset(("eval", "exec", "execfile", "getattr", "popen", "setattr", "system"))
-DUNDERS = frozenset(("__newobj__", "__randomstate_ctor", "__generator_ctor", "__bit_generator_ctor"))
+DUNDERS = frozenset((
+    "__newobj__", "__randomstate_ctor", "__generator_ctor", "__bit_generator_ctor", "__pyx_unpickle_SeedSequence",
+))
 PACKAGES = frozenset((
     "__main__", "__torch__", "accelerate", "addict", "apex", "argparse", "box", "clip", "collections", "config",
-    "configs", "cosyvoice", "data", "datasets", "datetime", "decimal", "deepspeed", "diffusers", "easydict", "enum",
-    "espnet", "espnet2", "fairscale", "fairseq", "flash_attn", "fractions", "hydra", "hyperpyyaml", "lightning",
-    "lightning_fabric", "lightning_utilities", "logging", "main", "matcha", "ml_collections", "model", "models",
-    "modelscope", "modules", "monai", "munch", "nemo", "numpy", "omegaconf", "open_clip", "pandas", "pathlib",
-    "peft", "pl_bolts", "pytorch_lightning", "random", "safetensors", "scipy", "sentencepiece", "sklearn",
-    "speechbrain", "src", "timm", "tokenizers", "torch", "torchaudio", "torchmetrics", "torchtext", "torchvision",
-    "train", "trainer", "transformers", "trl", "types", "typing", "ultralytics", "utils", "uuid", "vocos",
-    "wandb", "yacs",
+    "configs", "cosyvoice", "data", "datasets", "datetime", "decimal", "deepspeed", "diffusers", "easydict",
+    "enum", "espnet", "espnet2", "fairscale", "fairseq", "flash_attn", "fractions", "hydra", "hyperpyyaml",
+    "lightning", "lightning_fabric", "lightning_utilities", "logging", "main", "matcha", "ml_collections",
+    "model", "models", "modelscope", "modules", "monai", "munch", "nemo", "numpy", "omegaconf", "open_clip",
+    "pandas", "pathlib", "peft", "pl_bolts", "pytorch_lightning", "random", "safetensors", "scipy",
+    "sentencepiece", "sklearn", "speechbrain", "src", "timm", "tokenizers", "torch", "torchaudio",
+    "torchmetrics", "torchtext", "torchvision", "train", "trainer", "transformers", "trl", "types", "typing",
+    "ultralytics", "utils", "uuid", "vocos", "wandb", "yacs",
 ))
 CALLS = frozenset((
     "collections.defaultdict", "collections.deque", "datetime.date", "datetime.datetime", "datetime.time",
@@ -79,11 +82,13 @@ CALLS = frozenset((
     "torch.device", "torch.serialization._get_layout", "torch._utils._rebuild_nested_tensor",
     "torch._utils._rebuild_wrapper_subclass", "torch._utils._rebuild_device_tensor_from_numpy",
     "torch._utils._rebuild_xla_tensor", "builtins.object", "builtins.range", "builtins.slice",
-    "numpy.dtype", "numpy.ndarray", "numpy.core.numeric._frombuffer", "numpy._core.numeric._frombuffer",
+    "numpy.dtype", "numpy.ndarray", "numpy.random.bit_generator.__pyx_unpickle_SeedSequence",
     "numpy.random._pickle.__randomstate_ctor", "numpy.random._pickle.__generator_ctor",
     "numpy.random._pickle.__bit_generator_ctor",
 ))
+# Protocols 0 to 2 use the names of Python 2, whoever writes them.
 PYTHON2 = {"__builtin__": "builtins", "copy_reg": "copyreg", "exceptions": "builtins"}
+PYTHON2_NAMES = {"long": "int", "unicode": "str", "xrange": "range"}
 
 
 def refused(name, verb="names"):
@@ -93,7 +98,9 @@ def refused(name, verb="names"):
 
 
 def check_name(module, name):
-    """Rule 1. Returns "module.name" with Python 2's module names brought up to date, or raises CheckpointError."""
+    """Rule 1. Returns "module.name" with Python 2's names brought up to date, or raises CheckpointError."""
+    if module == "__builtin__":
+        name = PYTHON2_NAMES.get(name, name)
     module = PYTHON2.get(module, module)
     full = f"{module}.{name}"
     if not all(part.isidentifier() for part in full.split(".")):

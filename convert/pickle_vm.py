@@ -18,9 +18,9 @@ from array import array
 from mlx_cosyh3.convert.pickle_tree import Global, Opaque, bomb, check_tree, damaged
 from mlx_cosyh3.errors import CheckpointError
 
-# What one value may cost. Real checkpoints stay below a third of this; an honest pickle of many tiny strings
-# reaches about 25 bytes of memory per byte of stream.
-MEMORY_PER_BYTE = 32
+# What a stream may cost in memory. State dicts cost 15 to 40 bytes per byte of stream (protocol 4, tensors of one
+# shared storage); the weights themselves are not in the stream.
+MEMORY_PER_BYTE = 64
 MEMORY_SLACK = 16 << 20  # bytes, so that short streams need no exact accounting
 MAX_LONG_BYTES = 512  # a pickled int: seeds, hashes and magic numbers need 16
 MAX_LINE = 1 << 20  # text arguments of protocol 0
@@ -104,10 +104,8 @@ class PickleMachine:
         return struct.unpack(layout, self._take(size))[0]
 
     def _sized(self, layout, size):
-        """A length, then as many bytes."""
-        length = self._number(layout, size)
-        raw = self._take(length)  # the length is checked against what is left before anything is copied
-        return raw
+        """A length, and as many bytes."""
+        return self._take(self._number(layout, size))  # checked against what is left before anything is copied
 
     def _line(self):
         stop = self.buffer.find(b"\n", self.position, min(self.end, self.position + MAX_LINE))
@@ -258,7 +256,7 @@ class PickleMachine:
                 if not -2 ** 63 <= part < 2 ** 63:
                     raise bomb("an integer beyond 64 bits as a key")
             elif isinstance(part, (tuple, list, dict, set, frozenset, bytearray, complex, slice, range)):
-                raise CheckpointError(f"a {type(part).__name__} as a key; strings, numbers and flat tuples are read")
+                raise CheckpointError(f"a {type(part).__name__} as a key; texts, numbers and flat tuples are read")
         return key  # foreign objects and tensors are their own keys: they compare by identity
 
     def set_pairs(self, table, values):
@@ -335,7 +333,8 @@ class PickleMachine:
     def call(self, function, args):
         """What replaces every call: our own builder, or a record that the call stood there."""
         if not isinstance(function, Global):
-            raise CheckpointError(f"not a plain checkpoint: it would call a {type(function).__name__} that it made")
+            kind = type(function).__name__
+            raise CheckpointError(f"not a plain checkpoint: it would call a {kind} that it made")
         if not isinstance(args, tuple):
             raise damaged(f"{function.name} is called with a {type(args).__name__} for arguments")
         if function.build is not None:
@@ -379,7 +378,7 @@ class PickleMachine:
         self._push(self.call(values[0], tuple(values[1:])))
 
     def _build(self):
-        """State is recorded on foreign objects and dropped elsewhere: an OrderedDict's or a tensor's attributes."""
+        """State is recorded on foreign objects, and dropped elsewhere: attributes of OrderedDicts and tensors."""
         state, target = self._pop(), self._top()
         if isinstance(target, Opaque) and not isinstance(target, Global):
             if target.state is not None:
@@ -397,7 +396,7 @@ class PickleMachine:
         """Builders that copy a container pay for it, so that copying one again and again is not free."""
         if not isinstance(values, (list, tuple, set, frozenset, dict, bytes, bytearray, str)):
             raise damaged(f"a {type(values).__name__} where a container belongs")
-        self._spend(64 + 100 * len(values) if not isinstance(values, (bytes, bytearray, str)) else 64 + len(values))
+        self._spend(64 + len(values) * (1 if isinstance(values, (bytes, bytearray, str)) else 100))
         return values
 
 

@@ -1,7 +1,7 @@
 """Turn an H3 checkpoint into an MLX model folder: the recipe, its report, and its command line.
 
-Nothing is written before everything that can be known in advance has been checked; what is written appears under its
-name only when it is whole.
+Nothing is written before everything that can be known in advance has been checked; what is written appears under
+its name only when it is whole.
 """
 
 import json
@@ -14,7 +14,7 @@ from pathlib import Path
 
 from mlx_cosyh3.convert.card import model_card
 from mlx_cosyh3.convert.formats import Format
-from mlx_cosyh3.convert.h3 import infer_config, rotary_dims, sanitize
+from mlx_cosyh3.convert.h3 import model_weights, source_config
 from mlx_cosyh3.convert.sources import open_source, sha256
 from mlx_cosyh3.convert.vocabulary import find_vocabulary
 from mlx_cosyh3.convert.writer import OutputFolder, write_file, write_tensors
@@ -96,14 +96,10 @@ def convert(
     source = open_source(model, file, revision)
     _keep_sources(output.target, source, tokenizer)
 
-    weights = sanitize(source.tensors)
+    weights = model_weights(source)
     given, notes = _given_config(source)
-    config = infer_config(
-        {**weights, **{k: t for k, t in source.tensors.items() if k.endswith("inv_freq")}},
-        heads=heads if heads is not None else given.get("num_heads"),
-        rotary_emb_dim=given.get("rotary_emb_dim"),
-        file_name=source.name,
-    )
+    heads_here = heads if heads is not None else given.get("num_heads")
+    config = source_config(source, weights, heads=heads_here, rotary_emb_dim=given.get("rotary_emb_dim"))
     _compare(source, given, config)
     config |= {k: given[k] for k in ("layer_norm_epsilon", "discretization") if k in given}
     vocabulary = find_vocabulary(tokenizer, source, given, config["padded_vocab_size"])
@@ -130,7 +126,9 @@ def convert(
         dry_run=dry_run,
     )
     if source.ignored:
-        notes.append(f"left out {len(source.ignored)} entries that are no weights of the model: {_some(source.ignored)}")
+        notes.append(
+            f"left out {len(source.ignored)} entries that are no weights of the model: {_some(source.ignored)}"
+        )
     if report.unquantized:
         notes.append(f"not quantised, no group size divides their width: {_some(report.unquantized)}")
     if dry_run:
@@ -152,7 +150,7 @@ def convert(
 
 
 def _given_config(source):
-    """What config.json beside the checkpoint says, under our names -> (dict, notes). Only what is an H3's is used."""
+    """What config.json beside the checkpoint says, under our names -> (dict, notes). Only an H3's is used."""
     raw = source.config()
     if not raw:
         return {}, []
@@ -173,7 +171,9 @@ def _given_config(source):
         if key in given and not valid(given[key]):
             raise CosyH3Error(f"config.json beside {source.name}: {key} {given[key]!r} is not valid")
     if ssm.get("mode", "diag") != "diag":
-        raise CosyH3Error(f"config.json beside {source.name}: SSM mode {ssm['mode']!r} is not supported, only 'diag'")
+        raise CosyH3Error(
+            f"config.json beside {source.name}: SSM mode {ssm['mode']!r} is not supported, only 'diag'"
+        )
     return given, []
 
 
@@ -186,7 +186,16 @@ def _part(source, raw, key):
 
 def _compare(source, given, config):
     """A config.json that is not this checkpoint's must not lend it its heads or vocabulary."""
-    for key in ("d_model", "n_layer", "d_inner", "padded_vocab_size", "d_state", "head_dim", "attn_layer_idx", "rotary_emb_dim"):
+    for key in (
+        "d_model",
+        "n_layer",
+        "d_inner",
+        "padded_vocab_size",
+        "d_state",
+        "head_dim",
+        "attn_layer_idx",
+        "rotary_emb_dim",
+    ):
         if given.get(key, config[key]) != config[key]:
             raise CheckpointError(
                 f"config.json beside {source.name} says {key} {given[key]}, its weights say {config[key]}: "
@@ -245,12 +254,23 @@ class _Progress:
 def add_arguments(parser):
     """The options of `convert`, for this module's own parser and for the program's."""
     add = parser.add_argument
-    add("--model", required=True, metavar="PATH_OR_REPO", help="checkpoint file, folder that holds one, or hub repo id")
+    add(
+        "--model",
+        required=True,
+        metavar="PATH_OR_REPO",
+        help="checkpoint file, folder that holds one, or hub repo id",
+    )
     add("--out", required=True, metavar="DIR", help="folder to write; it must not exist")
     add("--file", help="which file, where a folder or repo holds several")
-    add("--dtype", default="float32", help="float32 (default), float16 or bfloat16; SSM tensors are always float32")
+    add(
+        "--dtype", default="float32", help="float32 (default), float16 or bfloat16; SSM tensors are always float32"
+    )
     add("-q", "--quantize", metavar="int8|4|8", help="int8 per output row, or MLX's 4 or 8 bits per weight")
-    add("--tokenizer", metavar="DIR", help="folder with the tokenizer, or 'none'; default: the source's, else GPT-2's")
+    add(
+        "--tokenizer",
+        metavar="DIR",
+        help="folder with the tokenizer, or 'none'; default: the source's, else GPT-2's",
+    )
     add("--heads", type=int, metavar="N", help="attention heads, for a model that is not one of the released ones")
     add("--revision", help="branch, tag or commit of a hub repo")
     add("--overwrite", action="store_true", help="replace a converted model that is there already")
@@ -281,7 +301,9 @@ def main(argv=None):
     """The command `python -m mlx_cosyh3.convert`; returns the exit status."""
     from argparse import ArgumentParser
 
-    parser = ArgumentParser(prog="python -m mlx_cosyh3.convert", description="Convert an H3 checkpoint to an MLX model.")
+    parser = ArgumentParser(
+        prog="python -m mlx_cosyh3.convert", description="Convert an H3 checkpoint to an MLX model."
+    )
     add_arguments(parser)
     args = parser.parse_args(argv)
     try:

@@ -2,7 +2,8 @@
 
 `open_source` picks the files, reads no more than their directories, and gives one mapping of tensor names to lazy
 tensors that all have the same interface (shape, dtype, nbytes, numpy(), rows(start, stop)); weights stay in a
-read-only memory map until a block of rows is asked for, so a checkpoint of any size can be walked in little memory.
+read-only memory map until a block of rows is asked for, so a checkpoint of any size can be walked in little
+memory.
 """
 
 import hashlib
@@ -141,18 +142,24 @@ def sha256(path, progress=lambda n: None):
 
 
 def open_source(model, file=None, revision=None):
-    """Open the checkpoint `model`: a local file or folder, else a hub repo id. `file` picks one in a folder or repo."""
+    """Open the checkpoint `model`: a local file or folder, else a hub repo id. `file` picks one of several."""
     path = Path(model).expanduser()
     if path.exists():
         if revision is not None:
-            raise CosyH3Error(f"--revision {revision} goes with a hub repo, and {model} is a local path: leave it out")
+            raise CosyH3Error(
+                f"--revision {revision} goes with a hub repo, and {model} is a local path: leave it out"
+            )
         if path.is_dir():
             return _open_files(path, _pick(path.name or str(path), _local_files(path), file), path.resolve().name)
         if file is not None:
-            raise CosyH3Error(f"--file {file} goes with a folder or a hub repo, and {model} is a file: leave it out")
+            raise CosyH3Error(
+                f"--file {file} goes with a folder or a hub repo, and {model} is a file: leave it out"
+            )
         if path.suffix != ".safetensors" and path.suffix not in TORCH_SUFFIXES:
             known = ", ".join((".safetensors", *TORCH_SUFFIXES))
-            raise CosyH3Error(f"{model}: unknown file type {path.suffix or 'without a suffix'!r}, expected {known}")
+            raise CosyH3Error(
+                f"{model}: unknown file type {path.suffix or 'without a suffix'!r}, expected {known}"
+            )
         return _open_files(path.parent, [path.name], path.name)
     if not REPO_ID.match(str(model)) or path.suffix in (".safetensors", *TORCH_SUFFIXES):
         raise CosyH3Error(f"no such file or folder: {model}")
@@ -177,7 +184,7 @@ def _open_repo(repo, file, revision):
 
 
 def _repo_files(repo, revision):
-    """The names of a repo's top files, or None without a network: then find_model looks in the local cache, or says so."""
+    """The names of a repo's top files, or None without a network (then find_model knows what to say)."""
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, OfflineModeIsEnabled
 
@@ -197,11 +204,11 @@ def _local_files(folder):
 
 
 def _pick(where, names, file):
-    """Which of a folder's files hold the model -> list of names (None when `names` is). All must belong together."""
+    """Which of a folder's files hold the model -> list of names; None when `names` is."""
     if names is None:
         return None
     if file is not None:
-        if file not in names and not ("/" in file):
+        if file not in names and "/" not in file:
             found = ", ".join(n for n in names if _is_weights(n)) or "no weights"
             raise CosyH3Error(f"{where} holds no file {file!r}; it holds {found}")
         return [file]
@@ -271,7 +278,9 @@ def _check_shards(folder, names):
     wanted = [f"{stem}-{i:05d}-of-{total:05d}.safetensors" for i in range(1, total + 1)]
     missing = [n for n in wanted if n not in names]
     if missing:
-        raise CheckpointError(f"{folder} lacks {len(missing)} of {total} files of the model: {missing[0]} is missing")
+        raise CheckpointError(
+            f"{folder} lacks {len(missing)} of {total} files of the model: {missing[0]} is missing"
+        )
 
 
 def state_dict(tree, path):
@@ -280,7 +289,8 @@ def state_dict(tree, path):
     A Lightning checkpoint (key `pytorch-lightning_version`) keeps them in `state_dict` under the prefix `model.`.
     """
     if not isinstance(tree, dict):
-        raise CheckpointError(f"{path} holds a {type(tree).__name__}, not a state dict (a dict of tensors)")
+        kind = getattr(tree, "name", type(tree).__name__)  # of a pickled object, its class
+        raise CheckpointError(f"{path} holds one object of type {kind}, not a state dict (a dict of tensors)")
     if "pytorch-lightning_version" in tree:
         inner = tree.get("state_dict")
         if not isinstance(inner, dict):

@@ -1,10 +1,11 @@
 """Reads PyTorch checkpoint files without PyTorch, and without running anything that is in them.
 
-- Containers: the zip archive of PyTorch 1.6 and later (TorchScript archives too) and the stream of pickles before it.
+- Containers: the zip archive of PyTorch 1.6 and later (TorchScript archives too), and the stream of pickles of
+  before.
 - The pickle goes through our own machine (pickle_vm.py); which names it may hold is decided in pickle_names.py.
 - Storages stay in the file: it is memory-mapped read-only, and a tensor reads its part when it is asked to.
-- What comes out is a tree of dict, list, tuple, set, str, int, float, complex, bool, None, bytes, `TorchTensor`, and
-  `Opaque` for foreign objects. An OrderedDict is a dict here; attributes of dicts and tensors are dropped.
+- What comes out is a tree of dict, list, tuple, set, str, int, float, complex, bool, None, bytes, `TorchTensor`,
+  and `Opaque` for foreign objects. An OrderedDict is a dict here; attributes of dicts and tensors are dropped.
 """
 
 import mmap
@@ -13,7 +14,7 @@ import stat
 import struct
 
 from mlx_cosyh3.convert.pickle_names import check_call, check_name
-from mlx_cosyh3.convert.pickle_tree import Global, Opaque, damaged
+from mlx_cosyh3.convert.pickle_tree import MAX_DEPTH, Global, Opaque, damaged
 from mlx_cosyh3.convert.pickle_vm import PickleMachine
 from mlx_cosyh3.convert.torch_tensor import Storage, StorageClass, TorchTensor, data_builders, storage_class
 from mlx_cosyh3.convert.zip_index import find_data, read_index
@@ -29,7 +30,7 @@ MAX_WALK = 1 << 22  # values that find_tensors looks at
 def read_torch(path, record="data.pkl"):
     """The value in a .pt, .pth, .bin or .jit file (see above). Only its pickle is read; tensors wait.
 
-    record   which pickle of a zip archive: TorchScript keeps its module in data.pkl and its constants in constants.pkl
+    record   which pickle of a zip archive: TorchScript has its module in data.pkl, its constants in constants.pkl
     CheckpointError, in one line that names the file, if it is damaged, too strange, or not a plain checkpoint.
     """
     try:
@@ -44,8 +45,8 @@ def read_torch(path, record="data.pkl"):
 def find_tensors(value):
     """{dotted path: TorchTensor} of all tensors in a value of read_torch, in the order they stand there.
 
-    Foreign modules count as what they hold, so a TorchScript module or a pickled nn.Module gives the keys of its
-    state dict. An object that points back at one around it is not entered again.
+    Foreign objects count as what they hold: a pickled nn.Module gives the keys of its state dict, and a TorchScript
+    module these and its other tensors. An object that points back at one around it is not entered again.
     """
     found, looked = {}, 0
     todo = [("", value, ())]  # path, value, ids of the objects around it
@@ -59,23 +60,30 @@ def find_tensors(value):
             continue
         if not isinstance(node, (dict, list, tuple, Opaque)) or id(node) in around:
             continue
-        pairs = []
         if isinstance(node, Opaque):
-            fields = node.fields
-            for part in (fields, node.entries or {}):
-                pairs += part.items()
-            for group in ("_parameters", "_buffers", "_modules"):  # how nn.Module keeps its own
-                if isinstance(fields.get(group), dict):
-                    pairs += fields[group].items()
-                    pairs = [pair for pair in pairs if pair[0] != group]
-            pairs += enumerate(node.items or ())
+            pairs = _module_members(node.fields)
+            if pairs is None:
+                pairs = [*node.fields.items(), *(node.entries or {}).items(), *enumerate(node.items or ())]
         else:
             pairs = list(node.items()) if isinstance(node, dict) else list(enumerate(node))
         around = (*around, id(node))
+        if len(around) > 2 * MAX_DEPTH:
+            raise CheckpointError(f"more than {2 * MAX_DEPTH} objects inside one another; pick the part "
+                                  "that holds the tensors")
         for key, child in reversed(pairs):
             if isinstance(child, (TorchTensor, dict, list, tuple, Opaque)):
                 todo.append((f"{path}.{key}" if path else str(key), child, around))
     return found
+
+
+def _module_members(fields):
+    """What an nn.Module saves in its state dict, of the attributes of a pickled one; None for other objects."""
+    groups = [fields.get(name) for name in ("_parameters", "_buffers", "_modules")]
+    if not all(isinstance(group, dict) for group in groups):
+        return None
+    passing = fields.get("_non_persistent_buffers_set")
+    passing = passing if isinstance(passing, set) else ()
+    return [(key, value) for group in groups for key, value in group.items() if key not in passing]
 
 
 class _Source:
@@ -91,7 +99,7 @@ def _open(path):
     try:
         status = os.stat(path)
         if not stat.S_ISREG(status.st_mode):
-            raise CheckpointError("a folder, not a checkpoint file" if stat.S_ISDIR(status.st_mode) else "not a file")
+            raise CheckpointError("a folder, not a checkpoint" if stat.S_ISDIR(status.st_mode) else "not a file")
         if status.st_size == 0:
             raise CheckpointError("an empty file (0 bytes); copy or download it again")
         with open(path, "rb") as file:
@@ -141,8 +149,8 @@ class _Reader:
         kind, key, count = saved_id[1], saved_id[2], saved_id[4]
         if not isinstance(kind, StorageClass) or isinstance(key, bool) or not isinstance(key, (str, int, bytes)):
             raise damaged("a storage without a type or a key")
-        if isinstance(count, bool) or not isinstance(count, int) or not 0 <= count < 2 ** 62:
-            raise damaged(f"a storage of {count!r} elements" if isinstance(count, int) else "a storage without a size")
+        if not _is_size(count):
+            raise damaged("a storage without a sensible number of elements")
         key = key.decode("latin-1") if isinstance(key, bytes) else str(key)
         return kind, key, count * kind.itemsize, saved_id[5] if len(saved_id) == 6 else None
 
@@ -153,7 +161,7 @@ class _Reader:
         return tensor
 
 
-# -- the zip archive ------------------------------------------------------------------------------------------------
+# -- the zip archive -------------------------------------------------------------------------------------------
 
 
 def _read_zip(source, record):
@@ -205,7 +213,7 @@ def _bytes_of(source, entry, most):
     return source.map[start:start + min(entry.size, most)]
 
 
-# -- the pickles of before PyTorch 1.6 --------------------------------------------------------------------------------
+# -- the pickles of before PyTorch 1.6 -------------------------------------------------------------------------
 
 
 def _read_legacy(source):
@@ -253,8 +261,8 @@ def _read_legacy(source):
         count = struct.unpack_from("<q", source.map, position)[0]
         position += 8
         if count < 0 or count * storage.itemsize > size - position:
-            raise CheckpointError(f"{which} needs {count * storage.itemsize} bytes at byte {position}, and the file "
-                                  f"has {size} bytes; copy or download it again")
+            raise CheckpointError(f"{which} needs {count * storage.itemsize} bytes at byte {position}, and the "
+                                  f"file has {size} bytes; copy or download it again")
         storage.start, storage.size = position, count * storage.itemsize
         position += storage.size
     return reader.finish(value)
@@ -284,8 +292,8 @@ def _check_other_kinds(source):
     if head.lstrip()[:1] == b"<":
         raise CheckpointError("a web page, not a checkpoint; download the file itself")
     if head[257:262] == b"ustar" or head.split(b"\0")[0] in (b"storages", b"tensors", b"pickle"):
-        raise CheckpointError("a tar archive: the format of PyTorch before 0.2 is not read (nor are packed folders); "
-                              "load it in PyTorch and save it again")
+        raise CheckpointError("a tar archive: the format of PyTorch before 0.2 is not read, nor are packed "
+                              "folders; load it in PyTorch and save it again")
     if not head.strip(b"\0"):
         raise CheckpointError(f"nothing but zeros where a checkpoint of {source.size} bytes should begin; "
                               "copy or download it again")

@@ -110,21 +110,21 @@ class TorchTensor:
         if storage.start is None:
             raise CheckpointError(f"truncated or damaged: storage {storage.key!r} has no data")
         count = math.prod(self.shape)
-        extent = sum((length - 1) * stride for length, stride in zip(self.shape, self._strides)) + 1 if count else 0
-        stop = self._start + extent * item_size(self.dtype)
+        last = sum((length - 1) * stride for length, stride in zip(self.shape, self._strides))
+        stop = self._start + (last + 1) * item_size(self.dtype)
         if count and stop > storage.size:
-            raise CheckpointError(f"truncated or damaged: a tensor of shape {_brief(self.shape)} needs {stop} bytes "
-                                  f"of storage {storage.key!r}, which has {storage.size}")
+            raise CheckpointError(f"truncated or damaged: a tensor of shape {_brief(self.shape)} needs {stop} "
+                                  f"bytes of storage {storage.key!r}, which has {storage.size}")
 
     def _read(self, shape, start):
         if self._trouble or self.dtype not in DTYPES:
-            raise self._error(self._trouble or f"a tensor of type {self.dtype} cannot be read; convert it in PyTorch "
-                                               f"to one of {', '.join(DTYPES)} and save it again")
+            raise self._error(self._trouble or f"a tensor of type {self.dtype} cannot be read; convert it in "
+                                               f"PyTorch to one of {', '.join(DTYPES)} and save it again")
         storage, kind = self._storage, np.dtype(DTYPES[self.dtype])
         size, limit = math.prod(shape) * kind.itemsize, EXPANSION * storage.source.size + EXPANSION_SLACK
         if size > limit or math.prod(max(length, 1) for length in shape) > 2 ** 60:
-            raise self._error(f"a tensor of shape {_brief(shape)} would take {size} bytes, more than {EXPANSION} times "
-                              f"its file of {storage.source.size} bytes; save a smaller copy of it")
+            raise self._error(f"a tensor of shape {_brief(shape)} would take {size} bytes, more than {EXPANSION} "
+                              f"times its file of {storage.source.size} bytes; save a smaller copy of it")
         if size == 0:
             return np.empty(shape, kind)
         stored = kind.newbyteorder(">") if storage.big_endian else kind
@@ -149,7 +149,7 @@ def _brief(shape):
     return str(shape) if len(str(shape)) <= 200 else f"({len(shape)} dimensions)"
 
 
-# -- what a pickle gives to the builders is checked here, value by value -----------------------------------------
+# -- what a pickle gives to the builders is checked here, value by value ---------------------------------------
 
 
 def _whole(value, what):
@@ -204,7 +204,7 @@ def _rebuild_quantized(_, flat, offset, size, stride, *rest):
 def _rebuild_sparse(_, layout, data):
     name = layout.name if isinstance(layout, Opaque) else "sparse"
     if isinstance(layout, Opaque) and layout.args and isinstance(layout.args[0], str):
-        name = layout.args[0][:40]  # torch.serialization._get_layout("torch.sparse_coo")
+        name = ascii(layout.args[0][:40]).strip("'")  # torch.serialization._get_layout("torch.sparse_coo")
     if not isinstance(data, tuple) or len(data) < 3:
         raise damaged("a sparse tensor without its parts")
     values, size = (data[2], data[3]) if len(data) == 4 and not isinstance(data[3], bool) else (data[1], data[2])
@@ -235,7 +235,7 @@ def _variable(_, *args):
     return Opaque("torch.nn.parameter.Parameter", args)
 
 
-# -- plain data -----------------------------------------------------------------------------------------------------
+# -- plain data ------------------------------------------------------------------------------------------------
 
 
 def _table(machine, pairs=()):
@@ -292,8 +292,8 @@ def _complex(_, real=0.0, imaginary=0.0):
     return complex(real, imaginary)
 
 
-def _type(_, value):
-    if value is not None:  # type(x) of anything else runs with x, and type(name, bases, dict) makes a class
+def _type(_, value, *body):
+    if value is not None or body:  # type(name, bases, dict) would make a class
         raise refused("builtins.type", "calls")
     return Global("builtins.NoneType")
 
@@ -319,7 +319,8 @@ def _new_object(machine, cls, *args):
 def _scalar(machine, dtype, raw=None):
     """A numpy scalar as a Python number; one of another type stays foreign."""
     code = dtype.args[0] if isinstance(dtype, Opaque) and dtype.args else None
-    order = dtype.state[1] if isinstance(dtype, Opaque) and isinstance(dtype.state, tuple) and dtype.state[1:] else "<"
+    state = dtype.state if isinstance(dtype, Opaque) and isinstance(dtype.state, tuple) else ()
+    order = state[1] if len(state) > 1 else "<"
     if code in ("f8", "f4", "f2", "i8", "i4", "i2", "i1", "u8", "u4", "u2", "u1", "b1", "c8", "c16"):
         kind = np.dtype((">" if order == ">" else "<") + code)
         if not isinstance(raw, bytes) or len(raw) != kind.itemsize:
@@ -331,6 +332,11 @@ def _scalar(machine, dtype, raw=None):
 def _array(_, cls, *rest):
     """A numpy array stays foreign, under its own name; its state is (version, shape, dtype, order, bytes)."""
     return Opaque(cls.name if isinstance(cls, Global) else "numpy.ndarray", rest)
+
+
+def _array_of(_, *args):
+    """A numpy array in protocol 5: (bytes, dtype, shape, order)."""
+    return Opaque("numpy.ndarray", args)
 
 
 def data_builders(record):
@@ -381,7 +387,7 @@ def data_builders(record):
         "builtins.bytes": (_bytes(bytes), 0, 2),
         "builtins.bytearray": (_bytes(bytearray), 0, 2),
         "builtins.complex": (_complex, 0, 2),
-        "builtins.type": (_type, 1, 1),
+        "builtins.type": (_type, 1, 3),
         "_codecs.encode": (_encode, 1, 2),
         "copyreg._reconstructor": (_reconstruct, 3, 3),
         "copyreg.__newobj__": (_new_object, 1, 64),
@@ -389,6 +395,8 @@ def data_builders(record):
         "_operator.getitem": (_get_item, 2, 2),
         "numpy.core.multiarray._reconstruct": (_array, 3, 3),
         "numpy._core.multiarray._reconstruct": (_array, 3, 3),
+        "numpy.core.numeric._frombuffer": (_array_of, 4, 4),
+        "numpy._core.numeric._frombuffer": (_array_of, 4, 4),
         "numpy.core.multiarray.scalar": (_scalar, 1, 2),
         "numpy._core.multiarray.scalar": (_scalar, 1, 2),
     }

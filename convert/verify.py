@@ -12,7 +12,7 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_cosyh3.convert.formats import BLOCK, Format, float_blocks
-from mlx_cosyh3.convert.h3 import check_shapes, infer_config, rotary_dims, sanitize
+from mlx_cosyh3.convert.h3 import check_shapes, model_weights, source_config
 from mlx_cosyh3.convert.sources import open_source
 from mlx_cosyh3.errors import CheckpointError, CosyH3Error
 
@@ -76,10 +76,12 @@ def verify(folder, against, *, file=None, revision=None):
     try:
         fmt = Format.of_model(config)
     except (KeyError, TypeError, AttributeError) as e:
-        raise CheckpointError(f"{folder}/config.json lacks a value ({type(e).__name__}: {e}): convert again") from e
+        raise CheckpointError(
+            f"{folder}/config.json lacks a value ({type(e).__name__}: {e}): convert again"
+        ) from e
     stored = _stored(folder)
     source = open_source(against, file, revision)
-    weights = sanitize(source.tensors)
+    weights = model_weights(source)
     tensors = _compare_tensors(fmt, weights, stored)
     report = VerifyReport(tensors, None, None, None, "not compared, for the tensors differ")
     if all(t.status in ("ok", "beyond the bound") for t in tensors):
@@ -141,14 +143,19 @@ def _compare_logits(report, folder, config, source, weights):
     from mlx_cosyh3.load import load
 
     plain = {k: v for k, v in config.items() if not k.startswith("quantization")}
-    inferred = infer_config(
-        {**weights, **{k: t for k, t in source.tensors.items() if k.endswith("inv_freq")}},
-        heads=config["num_heads"] or None,
-        rotary_emb_dim=None if rotary_dims(source.tensors) else config["rotary_emb_dim"],
-        file_name=source.name,
+    inferred = source_config(
+        source, weights, heads=config["num_heads"] or None, rotary_emb_dim=config["rotary_emb_dim"]
     )
     # What the weights themselves say, so that a wrong config.json shows up in the logits or here.
-    for key in ("d_model", "n_layer", "d_inner", "attn_layer_idx", "rotary_emb_dim", "head_dim", "tie_word_embeddings"):
+    for key in (
+        "d_model",
+        "n_layer",
+        "d_inner",
+        "attn_layer_idx",
+        "rotary_emb_dim",
+        "head_dim",
+        "tie_word_embeddings",
+    ):
         if config.get(key) != inferred[key]:
             report.logits_status = f"config.json says {key} {config.get(key)}, the original {inferred[key]}"
             return
@@ -180,7 +187,7 @@ def add_arguments(parser):
 
 
 def run(args):
-    """Verify as the parsed options say and print the table; 0 when all is well, 1 on a breach. Raises CosyH3Error."""
+    """Verify as the parsed options say and print the table -> 0 (all is well) or 1. Raises CosyH3Error."""
     report = verify(args.model, args.against, file=args.file, revision=args.revision)
     print(report.table())
     return 0 if report.ok else 1

@@ -1,4 +1,4 @@
-"""The tokenizer of a converted model. H3's own repos hold none: they use GPT-2's, padded to a multiple of 8 rows."""
+"""The tokenizer of a converted model. H3's own repos hold none: they use GPT-2's, padded to 50,264 rows."""
 
 from pathlib import Path
 
@@ -15,7 +15,7 @@ LAYOUTS = (
 
 
 class Vocabulary:
-    """`size` ids, end-of-text id `eos`, and the files to copy: [(path, name in the model folder)]. `origin` in words."""
+    """`size` ids, end-of-text id `eos`, files to copy: [(path, name in the model folder)]; `origin` in words."""
 
     def __init__(self, size, eos, files, origin):
         self.size, self.eos, self.files, self.origin = size, eos, files, origin
@@ -53,8 +53,8 @@ def find_vocabulary(option, source, config, rows):
     tokenizer = Tokenizer.from_dir(folder, eos_token_id=eos)
     if tokenizer.vocab_size > rows:
         raise CosyH3Error(
-            f"the tokenizer of {folder} has {tokenizer.vocab_size} ids, more than the {rows} rows of the embedding: "
-            "it is another model's; pass the right one with --tokenizer"
+            f"the tokenizer of {folder} has {tokenizer.vocab_size} ids, more than the {rows} rows of the "
+            "embedding: it is another model's; pass the right one with --tokenizer"
         )
     return Vocabulary(tokenizer.vocab_size, tokenizer.eos_token_id, files, origin)
 
@@ -78,4 +78,6 @@ def _fetch_gpt2(source, rows):
     try:
         return Path(find_model(GPT2_REPO, allow_patterns=["vocab.json", "merges.txt"]))
     except CosyH3Error as e:
-        raise CosyH3Error(f"{source.name} holds no tokenizer and GPT-2's is out of reach ({e}): pass --tokenizer DIR") from e
+        raise CosyH3Error(
+            f"{source.name} holds no tokenizer and GPT-2's is out of reach ({e}): pass --tokenizer DIR"
+        ) from e

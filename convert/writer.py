@@ -4,8 +4,9 @@
 blocks of rows where they belong: memory does not grow with the model.
 
 `OutputFolder` writes to a hidden sibling `.NAME.tmp-PID-...` and renames it to NAME at the end. A process that is
-killed leaves at most such a sibling, which the next run to the same target removes. Replacing an existing model goes
-through a second sibling, `.NAME.old-PID-...`: if the process dies between the two renames, the next run puts it back.
+killed leaves at most such a sibling, which the next run to the same target removes. Replacing an existing model
+goes through a second sibling, `.NAME.old-PID-...`: if the process dies between the two renames, the next run puts
+it back.
 """
 
 import errno
@@ -136,10 +137,12 @@ def write_file(path, content):
 
 
 class OutputFolder:
-    """`with OutputFolder(target) as tmp:` write into tmp; on leaving it becomes `target`, on an error it is removed."""
+    """`with OutputFolder(target) as tmp:` write into tmp; at the end it becomes `target`, on an error it goes."""
 
     def __init__(self, target, overwrite=False):
-        self.target = Path(os.path.realpath(Path(target).expanduser()))  # through a link: replace what it points to
+        self.target = Path(
+            os.path.realpath(Path(target).expanduser())
+        )  # through a link: replace what it points to
         self._overwrite = overwrite
         self._lock = None
         self.check()
@@ -153,7 +156,9 @@ class OutputFolder:
         if not self._overwrite:
             raise CosyH3Error(f"{self.target} exists: pass --overwrite to replace it, or choose another --out")
         if not self.target.is_dir() or (any(self.target.iterdir()) and not _is_model(self.target)):
-            raise CosyH3Error(f"{self.target} exists and is not a converted model: it is not replaced, remove it yourself")
+            raise CosyH3Error(
+                f"{self.target} exists and is not a converted model: it is not replaced, remove it yourself"
+            )
 
     def __enter__(self):
         parent = self.target.parent
@@ -237,7 +242,7 @@ def _alive(pid):
 
 
 def _lock(folder):
-    """An open, locked descriptor of `folder`, or None when another process has it. The lock ends with the process."""
+    """An open, locked descriptor of `folder`, or None when a process has it. The lock ends with that."""
     fd = os.open(folder, os.O_RDONLY)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -18,12 +18,13 @@ _FULL = 0xFFFFFFFF  # "see the 64-bit field"
 
 
 class ZipEntry:
-    """One entry of the directory: `start` is where its header lies; find_data() says where its bytes are."""
+    """One entry of the directory: its header begins at `start`, its data (see find_data) ends before `limit`."""
 
-    __slots__ = ("name", "start", "size", "packed", "method", "flags")
+    __slots__ = ("name", "start", "size", "packed", "method", "flags", "limit")
 
     def __init__(self, name, start, size, packed, method, flags):
-        self.name, self.start, self.size, self.packed, self.method, self.flags = name, start, size, packed, method, flags
+        self.name, self.start, self.size, self.packed = name, start, size, packed
+        self.method, self.flags = method, flags
 
 
 def read_index(buffer):
@@ -58,13 +59,15 @@ def find_data(buffer, entry):
     if entry.flags & 1:
         raise CheckpointError(f"{entry.name!r} in the archive is encrypted")
     if entry.method != 0 or entry.packed != entry.size:
-        raise CheckpointError(f"{entry.name!r} in the archive is compressed; PyTorch stores its files uncompressed, "
-                              "so save the checkpoint again with torch.save")
+        raise CheckpointError(f"{entry.name!r} in the archive is compressed; PyTorch stores its files "
+                              "uncompressed, so save the checkpoint again with torch.save")
     magic, *_, name_size, extra_size = _LOCAL.unpack_from(buffer, entry.start)  # in range: _check_overlap
     data = entry.start + _LOCAL.size + name_size + extra_size
     name = buffer[entry.start + _LOCAL.size:entry.start + _LOCAL.size + name_size].decode("utf-8", "replace")
     if magic != b"PK\x03\x04" or name != entry.name:
         raise CheckpointError(f"damaged zip archive: no header of {entry.name!r} at byte {entry.start}")
+    if data + entry.size > entry.limit:
+        raise CheckpointError(f"damaged zip archive: {entry.name!r} reaches into what follows at byte {entry.limit}")
     return data
 
 
@@ -80,7 +83,7 @@ def _find_directory(buffer, size):
     if at >= _LOCATOR.size and buffer[at - _LOCATOR.size:at - _LOCATOR.size + 4] == b"PK\x06\x07":
         _, _, wide_at, _ = _LOCATOR.unpack_from(buffer, at - _LOCATOR.size)
         if wide_at + _END64.size > at or buffer[wide_at:wide_at + 4] != b"PK\x06\x06":
-            raise CheckpointError(f"truncated or damaged: no 64-bit zip directory record at byte {wide_at} of {size}")
+            raise CheckpointError(f"truncated or damaged: no 64-bit zip directory at byte {wide_at} of {size}")
         _, _, _, _, disk, first_disk, _, count, length, start = _END64.unpack_from(buffer, wide_at)
         at = wide_at
     if disk or first_disk:
@@ -109,12 +112,13 @@ def _wide(extra, values, name):
 
 def _check_overlap(entries, directory):
     """Every entry must lie before the directory and clear of the next one: no bytes belong to two names."""
-    previous, free = "", 0
-    for entry in sorted(entries, key=lambda entry: entry.start):
-        if entry.start < free:
-            raise CheckpointError(f"damaged zip archive: {previous!r} and {entry.name!r} overlap")
+    limit, follower = directory, ""
+    for entry in sorted(entries, key=lambda entry: entry.start, reverse=True):
         free = entry.start + _LOCAL.size + len(entry.name.encode()) + entry.packed
         if free > directory:
             raise CheckpointError(f"truncated or damaged: {entry.name!r} should reach to byte {free} or beyond, "
                                   f"but the archive's data ends at byte {directory}")
-        previous = entry.name
+        if free > limit:
+            raise CheckpointError(f"damaged zip archive: {entry.name!r} and {follower!r} overlap")
+        entry.limit = limit
+        limit, follower = entry.start, entry.name

@@ -41,7 +41,9 @@ def main(argv=None):
             return 141
         if args.debug:
             traceback.print_exc()
-        message = f"{e.filename}: {e.strerror}" if getattr(e, "filename", None) else str(getattr(e, "strerror", 0) or e)
+        message = str(e)
+        if isinstance(e, OSError):
+            message = f"{e.filename}: {e.strerror}" if e.filename else e.strerror or message
         print(f"mlx_cosyh3: {' '.join(message.split())}", file=sys.stderr)
         return 2
 
@@ -72,8 +74,9 @@ def _parse(argv):
     commands = parser.add_subparsers(metavar="command", title="commands", parser_class=Parser)
     known = {}
     for name, add_arguments, run, text in _commands():
-        known[name] = sub = commands.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".",
-                                                allow_abbrev=False)
+        known[name] = sub = commands.add_parser(
+            name, help=text, description=text[0].upper() + text[1:] + ".", allow_abbrev=False
+        )
         add_arguments(sub)
         sub.add_argument("--debug", action="store_true", help="show where an error came from")
         sub.set_defaults(run=run)
@@ -90,7 +93,8 @@ def _parse(argv):
             sub.error(f"unknown option {word}{nearest(word, sub._option_string_actions)}")
     args, extra = parser.parse_known_args(argv)
     if extra and extra[0].startswith("-"):
-        sub.error(f"unknown option {extra[0]} (text that begins with a dash: --prompt={extra[0]})")
+        hint = f" (a prompt that begins with a dash: --prompt={extra[0]})" if argv[0] == "generate" else ""
+        sub.error(f"unknown option {extra[0]}{hint}")
     if extra:
         sub.error(f"unexpected argument {extra[0]!r} (text with spaces needs quotes)")
     return args
@@ -123,24 +127,42 @@ def _commands():
 
 
 def _add_model(parser):
-    parser.add_argument("--model", metavar="DIR_OR_REPO",
-                        help="model folder or hub repo id; default: the small model that comes with the package")
+    parser.add_argument(
+        "--model",
+        metavar="DIR_OR_REPO",
+        help="model folder or hub repo id; default: the small model that comes with the package",
+    )
     parser.add_argument("--revision", metavar="R", help="branch, tag or commit of a hub repo")
 
 
 def _add_options(parser):
     """--kv-window and the options of `generate`."""
-    parser.add_argument("--kv-window", type=int, metavar="N",
-                        help="let attention layers look at the last N tokens only, which bounds memory")
+    parser.add_argument(
+        "--kv-window",
+        type=int,
+        metavar="N",
+        help="let attention layers look at the last N tokens only, which bounds memory",
+    )
     for name, (kind, placeholder, text) in OPTIONS.items():
         default = DEFAULTS[name]
         flags = ["--" + name.replace("_", "-"), *(["--temp"] if name == "temperature" else [])]
         if name == "stop":
-            parser.add_argument(*flags, action="append", default=[], metavar=placeholder,
-                                help=text.replace("%", "%%") + "; may be given several times")
+            parser.add_argument(
+                *flags,
+                action="append",
+                default=[],
+                metavar=placeholder,
+                help=text.replace("%", "%%") + "; may be given several times",
+            )
         else:
-            parser.add_argument(*flags, dest=name, type=kind, default=default, metavar=placeholder,
-                                help=text + ("" if default is None else f" ({default})"))
+            parser.add_argument(
+                *flags,
+                dest=name,
+                type=kind,
+                default=default,
+                metavar=placeholder,
+                help=text + ("" if default is None else f" ({default})"),
+            )
 
 
 def _options(args):
@@ -172,7 +194,8 @@ def _text_in(path, what):
                 text = decoder.decode(raw, final=not raw)
             except UnicodeDecodeError as e:
                 at = before - len(carried) + e.start
-                raise CosyH3Error(f"{name} is not UTF-8 text: byte 0x{e.object[e.start]:02x} at position {at}") from None
+                byte = e.object[e.start]
+                raise CosyH3Error(f"{name} is not UTF-8 text: byte 0x{byte:02x} at position {at}") from None
             before += len(raw)
             if text:
                 yield text
@@ -199,15 +222,21 @@ def _prompt(args):
 
 
 def _add_generate(parser):
-    parser.add_argument("prompt", nargs="?", help="text to continue; '-' or nothing reads it from a pipe (one line end "
-                                                  "at its end is dropped, as with --file)")
+    parser.add_argument(
+        "prompt",
+        nargs="?",
+        help="text to continue; '-' or nothing reads it from a pipe "
+        "(a line end at its end is dropped, as with --file)",
+    )
     parser.add_argument("-p", "--prompt", dest="prompt_option", metavar="TEXT", help="the prompt, as an option")
     parser.add_argument("--file", metavar="F", help="read the prompt from a file")
     _add_model(parser)
     _add_options(parser)
     parser.add_argument("--load-state", metavar="F", help="go on from a state that --save-state wrote")
     parser.add_argument("--save-state", metavar="F", help="write the state after the text to a file")
-    parser.add_argument("--stats", action="store_true", help="print speeds and the seed to stderr, not only in a terminal")
+    parser.add_argument(
+        "--stats", action="store_true", help="print speeds and seed to stderr even if not in a terminal"
+    )
 
 
 def _generate(args):
@@ -244,10 +273,19 @@ def _repl(args):
 
 def _add_perplexity(parser):
     parser.add_argument("--file", metavar="F", help="the text, UTF-8; '-' or nothing reads it from a pipe")
-    parser.add_argument("--context", type=int, default=512, metavar="N",
-                        help="tokens per window, each of which starts afresh; 0 = one window for the whole text (512)")
-    parser.add_argument("--kv-window", type=int, metavar="N",
-                        help="let attention layers look at the last N tokens only, which bounds memory")
+    parser.add_argument(
+        "--context",
+        type=int,
+        default=512,
+        metavar="N",
+        help="tokens per window, each starting afresh; 0 = one window for the whole text (512)",
+    )
+    parser.add_argument(
+        "--kv-window",
+        type=int,
+        metavar="N",
+        help="let attention layers look at the last N tokens only, which bounds memory",
+    )
     _add_model(parser)
 
 

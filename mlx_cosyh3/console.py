@@ -1,4 +1,4 @@
-"""What `generate` and `repl` share in a terminal: the options and how they are spelt, streaming to stdout, statistics."""
+"""What `generate` and `repl` share: the options and how they are spelt, streaming to stdout, statistics."""
 
 import inspect
 
@@ -15,7 +15,11 @@ OPTIONS = {
     "min_p": (float, "P", "leave out tokens less likely than P times the likeliest; 0 = off"),
     "repetition_penalty": (float, "R", "above 1: make tokens that occurred less likely"),
     "seed": (int, "S", "the same seed gives the same text; without one it differs each time"),
-    "stop": (str, "TEXT", r"end at this text, which is not shown; \n, \t and \\ as in a program"),
+    "stop": (
+        str,
+        "TEXT",
+        r"end at this text, which is not shown (but is part of the state); \n, \t, \\ as in a program",
+    ),
 }
 _SIGNATURE = inspect.signature(TextGeneration.generate).parameters
 DEFAULTS = {name: _SIGNATURE[name].default for name in OPTIONS}
@@ -28,7 +32,7 @@ def check(options):
 
 
 def parse_option(name, text):
-    """Value of option `name` (dashes or underscores) given as text; "none" for those that can be off -> (name, value)."""
+    """Option `name` (dashes or underscores), value as text ("none" where that is one) -> (name, value)."""
     name = name.strip("-").replace("-", "_")
     if name not in OPTIONS:
         raise CosyH3Error(f"unknown option {name!r}{nearest(name, OPTIONS)}")
@@ -52,16 +56,17 @@ def unescape(text):
 def show(stream, out):
     """Write a TextStream to `out` as it comes -> (TextResult, whether Ctrl-C cut it short).
 
-    After Ctrl-C all that was generated is shown, so that screen, result and cache agree. A line end follows the text
-    if it has none. Raises what the stream raises, and OSError from `out`.
+    After Ctrl-C all that was generated is shown, so that screen, result and cache agree. A line end follows the
+    text if it has none. Raises what the stream raises, and OSError from `out`.
     """
     shown, last, interrupted = 0, "", False
 
     def write(text):
         nonlocal shown, last
-        out.write(text)
+        # Counted first: Ctrl-C is raised when a call returns, so it comes after the write, never between the two.
         shown, last = shown + len(text), text[-1:] or last
-        out.flush()  # may block, so Ctrl-C often lands here: after the count
+        out.write(text)
+        out.flush()
 
     try:
         try:

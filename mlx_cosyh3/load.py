@@ -45,7 +45,7 @@ def load(path_or_repo=None, *, revision=None, kv_window=None):
 def find_model(path_or_repo=None, revision=None, allow_patterns=PATTERNS):
     """The local folder of a model: an existing path, an embedded model's name, else a snapshot of a hub repo."""
     if path_or_repo is None:
-        path_or_repo = DEFAULT_MODEL
+        return EMBEDDED / DEFAULT_MODEL
     name = str(path_or_repo)
     if Path(name).exists():
         return Path(name)

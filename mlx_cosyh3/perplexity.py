@@ -6,8 +6,8 @@ The text's n tokens are each scored once, given those before them in the same wi
     mean_nll = sum nll / n   (nats per token);   perplexity = exp(mean_nll)
     bits_per_byte = sum nll / (ln 2 * bytes of the text in UTF-8)
 
-A window is `context` tokens long and starts from the end-of-text token and an empty state; context 0 is one window for
-the whole text. Bits per byte can be compared between models with different tokenizers, perplexity cannot.
+A window is `context` tokens long and starts from the end-of-text token and an empty state; context 0 is one window
+for the whole text. Bits per byte can be compared between models with different tokenizers, perplexity cannot.
 """
 
 import math
@@ -54,7 +54,7 @@ def perplexity(model, text, context=512):
         raise CosyH3Error(f"context must be a whole number of tokens from 0 (0 = the whole text), not {context!r}")
     vocab, eos = model.config.vocab_size, model.config.eos_token_id
     if eos is None:
-        raise CosyH3Error("the model has no end-of-text token to start a window from (eos_token_id in its config.json)")
+        raise CosyH3Error("the model has no end-of-text token to start from (eos_token_id in its config.json)")
     size = {"tokens": 0, "bytes": 0}
     at_once = max(1, LOGITS // model.config.padded_vocab_size)
     total, cache, previous, room = 0.0, model.make_cache(), eos, context
@@ -68,8 +68,10 @@ def perplexity(model, text, context=512):
         nll = (mx.logsumexp(logits, axis=-1) - picked).sum()
         mx.eval(nll, cache.arrays())  # before the next block's graph is built on top of this state
         if not math.isfinite(nll.item()):
-            raise CosyH3Error(f"the model gave no finite probability between tokens {size['tokens']} and "
-                              f"{size['tokens'] + len(ids)}: the weights or their precision cannot hold this text")
+            raise CosyH3Error(
+                f"the model gave no finite probability between tokens {size['tokens']} and "
+                f"{size['tokens'] + len(ids)}: the weights or their precision cannot hold this text"
+            )
         total += nll.item()
         size["tokens"] += len(ids)
         previous, room = ids[-1], room - len(ids)

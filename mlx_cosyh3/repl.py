@@ -23,6 +23,7 @@ HELP = """\
 Text is given to the model, which continues it. An empty line lets it go on.
 A backslash at the end of a line joins the next line to it, with a line break between. //text begins with one slash.
 /set [name [value]]  show or change a generation option: {options}
+                     (a stop text is not shown, but the state holds it)
 /seed N              make what follows repeatable: turn n from here draws with seed N + n (none = off)
 /undo                take back the last turn, /reset or /load ({undo} at most)
 /reset               forget everything
@@ -60,7 +61,9 @@ class Repl:
             except BrokenPipeError:
                 raise
             except UnicodeDecodeError as e:
-                self.say(f"mlx_cosyh3: the line is not UTF-8: byte 0x{e.object[e.start]:02x} at position {e.start}")
+                self.say(
+                    f"mlx_cosyh3: the line is not UTF-8: byte 0x{e.object[e.start]:02x} at position {e.start}"
+                )
             except CosyH3Error as e:
                 self.say(f"mlx_cosyh3: {e}")
             except OSError as e:
@@ -107,7 +110,9 @@ class Repl:
             name, _ = parse_option(name, "0")
         for key in [name] if name else OPTIONS:
             value = self.options[key]
-            self.say(f"{key} = {'none' if value in (None, ()) else value if key != 'stop' else ', '.join(map(repr, value))}")
+            if key == "stop":
+                value = ", ".join(map(repr, value)) or None
+            self.say(f"{key} = {'none' if value is None else value}")
 
     def seed(self, rest):
         self.set(f"seed {rest}")

@@ -1,10 +1,11 @@
 """From logits to the next id: options, filters, the draw, and stop strings.
 
-The draw uses the Gumbel-max rule: argmax(logits / T + g), g = -log(-log u) drawn once per id of the vocabulary, picks
-an id with probability softmax(logits / T). Its noise belongs to (row key, id), not to a position in a sorted list, so a
-last-bit difference in the logits, as between one row alone and the same row in a batch, hardly ever changes the draw.
+The draw uses the Gumbel-max rule: argmax(logits / T + g), g = -log(-log u) drawn once per id of the vocabulary,
+picks an id with probability softmax(logits / T). Its noise belongs to (row key, id), not to a position in a sorted
+list, so a last-bit difference in the logits, as between one row alone and the same row in a batch, hardly ever
+changes the draw.
 
-Nothing here uses MLX's implicit random state: it is per thread, so a seed set in one thread would not reach another.
+Nothing here uses MLX's implicit random state: it is per thread, so a seed set in one thread would not reach others.
 """
 
 import math
@@ -20,10 +21,12 @@ MAX_SEED = 2**63 - 1
 GREEDY_BELOW = 1e-6  # a lower temperature than this is argmax: every other id's probability rounds to 0 in fp32
 
 
-def check_options(max_tokens=1, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, repetition_penalty=None, seed=None):
+def check_options(
+    max_tokens=1, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, repetition_penalty=None, seed=None
+):
     """Raise CosyH3Error, naming the option, its value and its range, if one of them cannot be used.
 
-    `repetition_penalty` and `seed` may be None (off; drawn by the system). `seed` may be a list, one seed per prompt.
+    `repetition_penalty` may be None (off), `seed` None (drawn by the system) or a list, one seed per prompt.
     """
     _whole("max_tokens", max_tokens, 1, None)
     _number("temperature", temperature, lambda x: x >= 0, "0 (always the likeliest token) or more")
@@ -57,7 +60,7 @@ def _number(name, value, in_range, wanted):
 
 
 def row_keys(seed, batch):
-    """PRNG keys uint32 [batch, 2]. Row r of seed s has the key of seed s + r, so it draws what seed s + r draws alone.
+    """PRNG keys uint32 [batch, 2]. Row r of seed s has the key of seed s + r, and draws what that draws alone.
 
     `seed`: an int, a list of one int per row, or None for seeds from the system.
     """
@@ -83,16 +86,16 @@ def sample(logits, keys, *, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0):
 
     temperature 0 takes the likeliest id (the lowest of equals). Otherwise, in this order: keep the `top_k` largest
     logits (never more, whatever ties there are; 0 = all), divide by `temperature`, keep the smallest set whose
-    probability reaches `top_p`, keep ids with at least `min_p` of the largest probability. Row b depends on logits[b]
-    and keys[b] alone. Logits of -inf are never drawn while the row has others.
+    probability reaches `top_p`, keep ids with at least `min_p` of the largest probability. Row b depends on
+    logits[b] and keys[b] alone. Logits of -inf are never drawn while the row has others.
     """
     if temperature < GREEDY_BELOW or top_k == 1:
         return mx.argmax(logits, axis=-1).astype(mx.int32)
     ids, scores = candidates(logits, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
-    noise = mx.vmap(lambda key: mx.random.uniform(shape=logits.shape[-1:], key=key))(keys)  # fp32 [B, V], 0 <= u < 1
+    noise = mx.vmap(lambda key: mx.random.uniform(shape=logits.shape[-1:], key=key))(keys)  # fp32 [B, V], [0, 1)
     if ids is not None:
         noise = mx.take_along_axis(noise, ids, axis=-1)
-    # uniform() steps by 2^-32 near 0 and by 2^-24 near 1, so the large noise values, which decide, come from small u.
+    # uniform() steps by 2^-32 near 0 and 2^-24 near 1, so the large noise values, which decide, come from small u.
     gumbel = -mx.log(-mx.log1p(-mx.maximum(noise, 2.0**-33)))
     best = mx.argmax(scores + gumbel, axis=-1, keepdims=True)  # [B, 1]
     return (best if ids is None else mx.take_along_axis(ids, best, axis=-1))[:, 0].astype(mx.int32)

@@ -5,8 +5,6 @@ turns out to be the last, the step already dispatched is undone on the cache, wh
 prompt and what was generated. Knows nothing of any model but `prefill`, `step`, `make_cache`, `tokenizer`, `config`.
 """
 
-import queue
-import threading
 import time
 
 import mlx.core as mx
@@ -15,6 +13,7 @@ import numpy as np
 from mlx_cosyh3 import sampling
 from mlx_cosyh3.errors import CosyH3Error
 from mlx_cosyh3.results import TextResult
+from mlx_cosyh3.stream import Stream
 
 CLEAR_EVERY = 256  # tokens between returns of MLX's free buffers to the system
 
@@ -69,10 +68,10 @@ class TextGeneration:
         cache=None,
         logprobs=False,
     ):
-        """`generate` as an iterator of text pieces, none of which splits a character -> TextStream.
+        """`generate` as an iterator of text pieces, none of which splits a character -> Stream.
 
         Takes `generate`'s options. `stream.result` is there when the stream has ended or was closed."""
-        return TextStream(self._run([prompt], locals()))
+        return Stream(self._run([prompt], locals()))
 
     def batch_generate(
         self,
@@ -125,6 +124,7 @@ class _Run:
         self.penalty, self.seed, self.logprobs = repetition_penalty, seed, logprobs
         self.prompts = [self._ids(p) for p in prompts]
         self.rows = [_Row(model.tokenizer, sampling.StopText(stop)) for _ in prompts]
+        self.prompt_tokens = [0] * len(prompts)
         self.prompt_seconds = self.seconds = 0.0
 
     def _ids(self, prompt):
@@ -212,11 +212,21 @@ class _Run:
         # After an end-of-text token the cache holds the text before it, so that a caller may go on.
         return (None if len(tokens) == 1 and tokens[0] == eos else tokens), texts
 
+    def pieces(self):
+        """The text of a single row, piece by piece (some empty): what a Stream runs."""
+        for texts in self.steps():
+            yield texts[0]
+
+    def result(self):
+        return self.results()[0]
+
     def results(self):
-        prompts = getattr(self, "prompt_tokens", [0] * len(self.rows))
+        for row in self.rows:
+            if row.finish_reason is None:  # cut short by the caller; the cache holds all its tokens, so show them all
+                row.text.append(row.end("cancelled"))
         return [
             TextResult(
-                finish_reason=row.finish_reason or "cancelled",
+                finish_reason=row.finish_reason,
                 seconds={"prompt": self.prompt_seconds, "generation": self.seconds},
                 text="".join(row.text),
                 tokens=row.tokens,
@@ -225,7 +235,7 @@ class _Run:
                 prompt_tps=count / max(self.prompt_seconds, 1e-9),
                 generation_tps=max(0, len(row.tokens) - 1) / max(self.seconds, 1e-9),  # the first came with the prompt
             )
-            for row, count in zip(self.rows, prompts)
+            for row, count in zip(self.rows, self.prompt_tokens)
         ]
 
 
@@ -246,86 +256,11 @@ class _Row:
         if self.stop.stopped:
             self.finish_reason = "stop"
         elif is_eos or is_last:
-            self.finish_reason = "stop" if is_eos else "length"
-            text += self.stop.add(self.detokenizer.finish())
-            text += self.stop.finish()
+            text += self.end("stop" if is_eos else "length")
         self.text.append(text)
         return text
 
-
-class TextStream:
-    """Iterator of text pieces. One thread of its own does all the MLX work, so any thread may consume it.
-
-    result    the TextResult, once the stream has ended or was closed (finish_reason "cancelled" if it was cut short)
-    close()   stop generating; what was written stays, in `result` and in the cache"""
-
-    def __init__(self, run):
-        self._run = run
-        self._pieces = queue.Queue(maxsize=8)
-        self._closed = threading.Event()
-        self._thread = None
-        self.result = None
-
-    def __iter__(self):
-        return self
-
-    def __next__(self):
-        while True:
-            if self.result is not None or self._closed.is_set():
-                raise StopIteration
-            if self._thread is None:
-                # The thread must not hold the stream, or an abandoned one would never be collected and closed.
-                self._thread = threading.Thread(
-                    target=_work, args=(self._run, self._pieces, self._closed), name="mlx_cosyh3 stream"
-                )
-                self._thread.start()
-            piece = self._pieces.get()
-            if isinstance(piece, BaseException):
-                self.close()
-                raise piece
-            if piece is None:
-                self.close()
-            elif piece:
-                return piece
-
-    def close(self):
-        self._closed.set()
-        if self._thread is not None:
-            self._thread.join()
-        if self.result is None:
-            self.result = self._run.results()[0]
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *exc):
-        self.close()
-
-    def __del__(self):
-        self._closed.set()
-
-
-def _work(run, pieces, closed):
-    """Run a stream to its end, into the queue `pieces`: text, at last None, or the exception that ended it."""
-
-    def put(piece):
-        # Once the main thread is gone nobody will take a piece, and the interpreter waits for this thread to end.
-        while not closed.is_set() and threading.main_thread().is_alive():
-            try:
-                return pieces.put(piece, timeout=0.1)
-            except queue.Full:
-                continue
-
-    steps = run.steps()
-    try:
-        for texts in steps:
-            put(texts[0])
-            if closed.is_set() or not threading.main_thread().is_alive():
-                break
-    except BaseException as e:  # handed over to whoever consumes the stream
-        put(e)
-    else:
-        put(None)
-    finally:
-        steps.close()
-        mx.clear_streams()  # this thread's; its OS thread would outlive it
+    def end(self, reason):
+        """No more tokens come; returns the text that was held back for them."""
+        self.finish_reason = reason
+        return self.stop.add(self.detokenizer.finish()) + self.stop.finish()

@@ -1,8 +1,8 @@
 """Text <-> ids with GPT-2's byte-level BPE, and ids -> text piece by piece while they are being generated.
 
-Byte-level BPE writes each byte as one printable character (its "alphabet") and merges pairs of those, so an id stands
-for bytes, not for characters: one character may be spread over several ids, and ids may spell bytes that are not
-UTF-8 at all. All decoding here therefore joins bytes first and reads them as UTF-8 after.
+Byte-level BPE writes each byte as one printable character (its "alphabet") and merges pairs of those, so an id
+stands for bytes, not for characters: one character may be spread over several ids, and ids may spell bytes that are
+not UTF-8 at all. All decoding here therefore joins bytes first and reads them as UTF-8 after.
 """
 
 import codecs
@@ -29,7 +29,7 @@ ALPHABET = _alphabet()
 
 
 class Tokenizer:
-    """Byte-level BPE. `vocab_size` counts every id, `eos_token_id` is the end-of-text id (None if there is none)."""
+    """Byte-level BPE. `vocab_size` counts every id, `eos_token_id` is the end-of-text id, or None."""
 
     def __init__(self, bpe, eos_token_id, source):
         """`bpe`: a tokenizers.Tokenizer. `source`: the file it came from, for messages."""
@@ -37,7 +37,7 @@ class Tokenizer:
         bpe.no_padding()
         self._bpe = bpe
         self.eos_token_id = eos_token_id
-        added = {i: token for i, token in bpe.get_added_tokens_decoder().items()}
+        added = bpe.get_added_tokens_decoder()
         vocab = bpe.get_vocab(with_added_tokens=True)
         self.vocab_size = max(vocab.values()) + 1
         self._bytes = [b""] * self.vocab_size
@@ -48,13 +48,15 @@ class Tokenizer:
             try:
                 self._bytes[i] = bytes(ALPHABET[char] for char in token)
             except KeyError:
-                raise CheckpointError(f"{source}: token {i}, {token!r}, is not byte-level BPE; only tokenizers of "
-                                      "GPT-2's kind can be used") from None
+                raise CheckpointError(
+                    f"{source}: token {i}, {token!r}, is not byte-level BPE; only tokenizers of "
+                    "GPT-2's kind can be used"
+                ) from None
         self._missing = {byte for char, byte in ALPHABET.items() if char not in vocab}
 
     @classmethod
     def from_dir(cls, path, eos_token_id=None):
-        """The tokenizer of a model folder: tokenizer.json, else vocab.json + merges.txt (or encoder.json + vocab.bpe).
+        """The tokenizer of a folder: tokenizer.json, else vocab.json + merges.txt (or encoder.json + vocab.bpe).
 
         `eos_token_id`: the end-of-text id the model's config names; None looks for <|endoftext|>.
         Raises CheckpointError when the files are missing, empty, broken, or not byte-level BPE.
@@ -72,12 +74,14 @@ class Tokenizer:
                     have, lack = (vocab, merges) if vocab.is_file() else (merges, vocab)
                     raise CheckpointError(f"{path} has {have.name} but not {lack.name}; add the missing file")
             if bpe is None:
-                raise CheckpointError(f"no tokenizer in {path}: it needs tokenizer.json, or vocab.json and merges.txt")
+                raise CheckpointError(
+                    f"no tokenizer in {path}: it needs tokenizer.json, or vocab.json and merges.txt"
+                )
         token = END_OF_TEXT
         if eos_token_id is None:
             eos_token_id = bpe.token_to_id(END_OF_TEXT)
         elif (token := bpe.id_to_token(eos_token_id) if eos_token_id >= 0 else None) is None:
-            raise CheckpointError(f"{source}: eos_token_id {eos_token_id} of the config is not an id of this tokenizer")
+            raise CheckpointError(f"{source}: eos_token_id {eos_token_id} of the config is not one of its ids")
         # GPT-2's two files do not say which tokens are special. A special token is matched whole in a prompt, and
         # left out of decoded text.
         special = {t for t in (token, END_OF_TEXT) if bpe.token_to_id(t) is not None}
@@ -85,18 +89,25 @@ class Tokenizer:
         return cls(bpe, eos_token_id, source)
 
     def encode(self, text):
-        """Ids (list of int) of `text`; <|endoftext|> in it becomes its id. Raises CosyH3Error if it cannot be encoded."""
+        """Ids (list of int) of `text`; <|endoftext|> in it becomes its id.
+
+        Raises CosyH3Error for text that is not Unicode, or that the vocabulary cannot spell.
+        """
         try:
             raw = text.encode()
         except UnicodeEncodeError as e:  # how Python hands over bytes of a command line that were not UTF-8
             code = ord(text[e.start])
-            what = f"byte 0x{code - 0xDC00:02x}" if 0xDC80 <= code <= 0xDCFF else f"half a character, U+{code:04X},"
-            raise CosyH3Error(f"the text is not valid Unicode: {what} at character {e.start}; give UTF-8 text") from None
+            what = (
+                f"byte 0x{code - 0xDC00:02x}" if 0xDC80 <= code <= 0xDCFF else f"half a character, U+{code:04X},"
+            )
+            raise CosyH3Error(f"the text is not Unicode: {what} at character {e.start}; give UTF-8 text") from None
         if self._missing and (bad := self._missing.intersection(raw)):
             # The tokenizers package would drop such bytes without a word.
             at, char = next((i, char) for i, char in enumerate(text) if bad.intersection(char.encode()))
-            raise CosyH3Error(f"character {char!r} at position {at} cannot be encoded: this model's vocabulary does not "
-                              "have its bytes; remove or replace it")
+            raise CosyH3Error(
+                f"character {char!r} at position {at} cannot be encoded: this model's vocabulary lacks "
+                "its bytes; remove or replace it"
+            )
         return self._bpe.encode(text, add_special_tokens=False).ids
 
     def token_bytes(self, id):
@@ -134,8 +145,10 @@ def _read_tokenizer_json(path):
     text = _read_text(path)
     decoder = json.dumps(_parse_json(path, text, dict).get("decoder"))
     if '"ByteLevel"' not in decoder:
-        raise CheckpointError(f"{path}: not a byte-level BPE tokenizer (its decoder is {decoder[:60]}); only tokenizers "
-                              "of GPT-2's kind can be used")
+        raise CheckpointError(
+            f"{path}: not a byte-level BPE tokenizer (its decoder is {decoder[:60]}); only "
+            "tokenizers of GPT-2's kind can be used"
+        )
     try:
         return tokenizers.Tokenizer.from_str(text)
     except Exception as e:  # the package raises plain Exception for every fault of the file
@@ -161,11 +174,13 @@ def _read_vocab_and_merges(vocab_path, merges_path):
             continue
         pair = line.split(" ")
         if len(pair) != 2 or not all(pair):
-            raise CheckpointError(f"{merges_path}: line {number}, {line[:40]!r}, is not two tokens with a space between")
+            raise CheckpointError(f"{merges_path}: line {number}, {line[:40]!r}, is not two tokens and a space")
         for token in (*pair, "".join(pair)):
             if token not in vocab:
-                raise CheckpointError(f"{merges_path}: line {number} uses the token {token!r}, which is not in "
-                                      f"{vocab_path.name}; the two files do not belong together")
+                raise CheckpointError(
+                    f"{merges_path}: line {number} uses the token {token!r}, which is not in "
+                    f"{vocab_path.name}; the two files do not belong together"
+                )
         merges.append(tuple(pair))
     bpe = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=merges))
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
@@ -180,7 +195,8 @@ def _read_text(path):
     try:
         return raw.decode("utf-8-sig")
     except UnicodeDecodeError as e:
-        raise CheckpointError(f"{path} is not UTF-8 text: byte 0x{raw[e.start]:02x} at position {e.start}") from None
+        byte = raw[e.start]
+        raise CheckpointError(f"{path} is not UTF-8 text: byte 0x{byte:02x} at position {e.start}") from None
 
 
 def _parse_json(path, text, kind):

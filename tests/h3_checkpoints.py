@@ -12,7 +12,16 @@ P = "backbone.layers."
 
 
 def state_dict(
-    d_model=64, n_layer=3, attention=(1,), rows=104, d_inner=None, d_state=64, head_dim=1, n_ssm=None, rotary=0, seed=0
+    d_model=64,
+    n_layer=3,
+    attention=(1,),
+    rows=104,
+    d_inner=None,
+    d_state=64,
+    head_dim=1,
+    n_ssm=None,
+    rotary=0,
+    seed=0,
 ):
     """{upstream's name: fp32 array}; the head is tied: both keys hold one array. Linears are shaped (out, in)."""
     rng = np.random.default_rng(seed)

@@ -18,6 +18,7 @@ import pathlib
 import pickle
 import struct
 import sys
+import typing
 import unittest.mock
 import warnings
 import zipfile
@@ -59,12 +60,14 @@ def layouts():
     own = numbers(5).as_subclass(Attributed)
     own.note = "kept with the tensor"
     return {
-        "whole": base, "same": base, "row": base[2], "column": base[:, 3], "block": base[1:3, 2:5], "turned": base.t(),
+        "whole": base, "same": base, "row": base[2], "column": base[:, 3], "block": base[1:3, 2:5],
+        "turned": base.t(),
         "steps": base[::2, ::3], "expanded": base[:, :1].expand(4, 5), "scalar": base[3, 3], "one": torch.tensor(7),
         "empty": torch.empty(0), "no_rows": torch.empty(0, 3), "no_columns": torch.empty(3, 0),
         "swapped": numbers(2, 3, 4).permute(2, 0, 1), "channels_last": numbers(1, 2, 3, 3).to(
             memory_format=torch.channels_last), "parameter": parameter, "noted": noted, "own": own,
-        "bits": torch.arange(6, dtype=torch.bfloat16).reshape(2, 3).t(), "wide": torch.arange(9).to(torch.uint16)[2:7],
+        "bits": torch.arange(6, dtype=torch.bfloat16).reshape(2, 3).t(),
+        "wide": torch.arange(9).to(torch.uint16)[2:7],
     }
 
 
@@ -85,9 +88,11 @@ def containers():
 def plain():
     """Values without torch, as read_torch must give them back."""
     return {
-        "none": None, "yes": True, "no": False, "ints": [0, 1, -1, 255, 256, 65535, 65536, -2 ** 31, 2 ** 31, 2 ** 70],
-        "floats": (0.0, -0.0, 1.5, float("inf")), "complex": 1.5 - 2j, "text": "grüße\n日本 \U0001f600", "bytes": b"\x00\xff" * 3,
-        "array": bytearray(b"ab\x80"), "set": {1, "a", (2, 3)}, "frozen": frozenset((4, 5)), "empty": [(), [], {}, ""],
+        "none": None, "yes": True, "no": False,
+        "ints": [0, 1, -1, 255, 256, 65535, 65536, -2 ** 31, 2 ** 31, 2 ** 70],
+        "floats": (0.0, -0.0, 1.5, float("inf")), "complex": 1.5 - 2j, "text": "grüße\n日本 \U0001f600",
+        "bytes": b"\x00\xff" * 3, "array": bytearray(b"ab\x80"), "set": {1, "a", (2, 3)},
+        "frozen": frozenset((4, 5)), "empty": [(), [], {}, ""],
         1: "int key", 2.5: "float key", None: "none key", (1, "b"): "tuple key", "long": "x" * 300,
     }
 
@@ -108,6 +113,7 @@ def lightning():
             "args": argparse.Namespace(lr=0.1, device=torch.device("cuda", 0), dtype=torch.float16),
             "optimizer": functools.partial(torch.optim.AdamW, lr=1e-3), "path": pathlib.PurePosixPath("/data/x"),
             "when": datetime.datetime(2024, 1, 2), "activation": torch.nn.GELU, "function": torch.nn.functional.relu,
+            "types": [int, str, list[int], typing.Optional[float]],
         },
         "callbacks": {datetime.timedelta: {"best": np.float64(0.25), "steps": np.int64(7)}},
         "loops": {"history": np.arange(3.0), "error": ValueError("x")},
@@ -118,7 +124,8 @@ def storages():
     base = numbers(6)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return {"view": base[2:5], "typed": base.storage(), "bytes": torch.arange(5, dtype=torch.uint8).untyped_storage(),
+        return {"view": base[2:5], "typed": base.storage(),
+                "bytes": torch.arange(5, dtype=torch.uint8).untyped_storage(),
                 "half": torch.arange(4, dtype=torch.float16).storage()}
 
 
@@ -135,6 +142,7 @@ class Gate(torch.nn.Module):
         super().__init__()
         self.weight = torch.nn.Parameter(numbers(3, 2))
         self.register_buffer("seen", torch.tensor(5))
+        self.register_buffer("window", numbers(2), persistent=False)
 
     def forward(self, x):
         return x @ self.weight
@@ -146,6 +154,7 @@ class Tower(torch.nn.Module):
         self.first, self.second = Gate(), Gate()
         self.bias = torch.nn.Parameter(numbers(2, seed=1).half())
         self.rates = [8000, 16000]
+        self.spare = [self.bias]  # torch.nn.LSTM too keeps its weights a second time
 
     def forward(self, x):
         return self.second(self.first(x)[:, :1].expand(-1, 3)) + self.bias
@@ -194,7 +203,7 @@ def short_names():
     return stack
 
 
-# -- containers that today's PyTorch still reads but no longer writes ---------------------------------------------------
+# -- containers that today's PyTorch still reads but no longer writes ------------------------------------------
 
 
 def swapped_zip(value):
@@ -320,7 +329,9 @@ def main():
         for path, tensor in expected_tensors(value).items():
             array = np.ascontiguousarray(as_numpy(tensor)).reshape(tensor.shape)
             table[case][path] = [NAMES[tensor.dtype], list(tensor.shape)]
-            arrays[f"{case}/{path}"] = array.view(np.float32).reshape(*array.shape, 2) if array.dtype == "c8" else array
+            if array.dtype == "c8":
+                array = array.view(np.float32).reshape(*array.shape, 2)
+            arrays[f"{case}/{path}"] = array
     save_file(arrays, FOLDER / "expected.safetensors")
     (FOLDER / "expected.json").write_text(json.dumps(table, indent=1, sort_keys=True) + "\n")
     size = sum(file.stat().st_size for file in FOLDER.iterdir())

@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 
 import pytest
 
@@ -17,6 +18,8 @@ from mlx_cosyh3.console import DEFAULTS, unescape
 from tests.small_model import write_model
 
 COMMAND = [sys.executable, "-m", "mlx_cosyh3"]
+# Unbuffered output would hide a missing flush, and what becomes of a buffer that cannot be written.
+ENVIRONMENT = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
 
 
 @pytest.fixture(scope="module")
@@ -82,7 +85,9 @@ def test_every_way_to_give_a_prompt(run, folder, model, tmp_path, way):
 
 
 def test_every_option_reaches_the_model(run, folder, model):
-    options = dict(max_tokens=25, temperature=1.3, top_k=100, top_p=0.95, min_p=0.001, repetition_penalty=1.2, seed=9)
+    options = dict(
+        max_tokens=25, temperature=1.3, top_k=100, top_p=0.95, min_p=0.001, repetition_penalty=1.2, seed=9
+    )
     words = [w for name, value in options.items() for w in ("--" + name.replace("_", "-"), value)]
     full = generate(model, "the a", **options).text
     stop = full[len(full) // 2 :][:2]
@@ -90,7 +95,9 @@ def test_every_option_reaches_the_model(run, folder, model):
     assert run("generate", "the a", "--model", folder, *words)[1] == full + "\n" * (not full.endswith("\n"))
     got = run("generate", "the a", "--model", folder, *words, "--stop", stop, "--stop", "never")[1]
     assert len(want) < len(full) and got == want + "\n" * (not want.endswith("\n"))
-    for name, value in dict(temperature=0.2, top_k=3, top_p=0.05, min_p=0.9, repetition_penalty=9, seed=10).items():
+    for name, value in dict(
+        temperature=0.2, top_k=3, top_p=0.05, min_p=0.9, repetition_penalty=9, seed=10
+    ).items():
         changed = run("generate", "the a", "--model", folder, *words, "--" + name.replace("_", "-"), value)[1]
         assert changed.strip("\n") != full.strip("\n"), f"--{name} changed nothing"
 
@@ -135,40 +142,60 @@ def test_statistics_name_the_limit_and_a_seed_that_repeats_the_text(run, folder)
     assert run("generate", "the a", "--model", folder, "--max-tokens", 20, "--seed", seed)[1] == out
 
 
-@pytest.mark.parametrize("option, value, words", [
-    ("--max-tokens", 0, "max_tokens must be a whole number from 1, not 0"),
-    ("--max-tokens", -5, "max_tokens must be"), ("--max-tokens", "ten", "invalid int value: 'ten'"),
-    ("--temperature", -0.1, "temperature must be"), ("--temperature", "nan", "temperature must be"),
-    ("--temp", "inf", "temperature must be"), ("--top-k", -1, "top_k must be"), ("--top-p", 0, "top_p must be"),
-    ("--top-p", 2, "top_p must be more than 0 and at most 1 (1 = off), not 2.0"), ("--min-p", 1.5, "min_p must be"),
-    ("--repetition-penalty", 0, "repetition_penalty must be"), ("--seed", -1, "seed must be"),
-    ("--seed", 2**64, "seed must be"), ("--stop", "", "stop must be"), ("--kv-window", 0, "kv_window must be"),
-    ("--save-state", "/no/such/folder/state", "there is no folder /no/such/folder"),
-    ("--load-state", "/no/such/state", "no saved state at /no/such/state"),
-    ("--file", "/no/such/prompt", "give one prompt"), ("--temprature", 1, "nearest known: '--temperature'"),
-    ("--max-token", 1, "nearest known: '--max-tokens'"), ("--max_tokns", 1, "nearest known: '--max-tokens'"),
-    ("-z", 1, "unknown option -z"), ("--seed", None, "expected one argument"),
-])
+@pytest.mark.parametrize(
+    "option, value, words",
+    [
+        ("--max-tokens", 0, "max_tokens must be a whole number from 1, not 0"),
+        ("--max-tokens", -5, "max_tokens must be"),
+        ("--max-tokens", "ten", "invalid int value: 'ten'"),
+        ("--temperature", -0.1, "temperature must be"),
+        ("--temperature", "nan", "temperature must be"),
+        ("--temp", "inf", "temperature must be"),
+        ("--top-k", -1, "top_k must be"),
+        ("--top-p", 0, "top_p must be"),
+        ("--top-p", 2, "top_p must be more than 0 and at most 1 (1 = off), not 2.0"),
+        ("--min-p", 1.5, "min_p must be"),
+        ("--repetition-penalty", 0, "repetition_penalty must be"),
+        ("--seed", -1, "seed must be"),
+        ("--seed", 2**64, "seed must be"),
+        ("--stop", "", "stop must be"),
+        ("--kv-window", 0, "kv_window must be"),
+        ("--save-state", "/no/such/folder/state", "there is no folder /no/such/folder"),
+        ("--load-state", "/no/such/state", "no saved state at /no/such/state"),
+        ("--file", "/no/such/prompt", "give one prompt"),
+        ("--temprature", 1, "nearest known: '--temperature'"),
+        ("--max-token", 1, "nearest known: '--max-tokens'"),
+        ("--max_tokns", 1, "nearest known: '--max-tokens'"),
+        ("-z", 1, "unknown option -z"),
+        ("--seed", None, "expected one argument"),
+    ],
+)
 def test_bad_options(run, folder, option, value, words):
     line = one_line(run("generate", "the a", "--model", folder, option, *([] if value is None else [value])))
     assert words in line
 
 
-@pytest.mark.parametrize("words, message", [
-    (["genrate"], "unknown command 'genrate', nearest known: 'generate'"),
-    (["generate", "the", "a"], "unexpected argument 'a'"),
-    (["generate"], "no prompt: give it as an argument, with --file F, or through a pipe"),
-    (["generate", "a", "-p", "b"], "give one prompt"),
-    (["generate", "--file", "/no/such/prompt"], "/no/such/prompt: No such file or directory"),
-    (["generate", "--file", "/"], "/: Is a directory"),
-    (["generate", "a", "--model", "/no/such/model"], "no such model: /no/such/model"),
-    (["perplexity"], "no text: give it with --file F or through a pipe"),
-    (["perplexity", "--file", "/no/such/text"], "/no/such/text: No such file or directory"),
-    (["perplexity", "--context", "-1", "--file", "x"], "--context must be 0 (the whole text) or more tokens, not -1"),
-    (["perplexity", "--fle", "x"], "unknown option --fle, nearest known: '--file'"),
-    (["convert", "--modle", "x"], "unknown option --modle, nearest known: '--model'"),
-    (["info", "--model", "/"], "/ has no config.json"),
-])
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        (["genrate"], "unknown command 'genrate', nearest known: 'generate'"),
+        (["generate", "the", "a"], "unexpected argument 'a'"),
+        (["generate"], "no prompt: give it as an argument, with --file F, or through a pipe"),
+        (["generate", "a", "-p", "b"], "give one prompt"),
+        (["generate", "--file", "/no/such/prompt"], "/no/such/prompt: No such file or directory"),
+        (["generate", "--file", "/"], "/: Is a directory"),
+        (["generate", "a", "--model", "/no/such/model"], "no such model: /no/such/model"),
+        (["perplexity"], "no text: give it with --file F or through a pipe"),
+        (["perplexity", "--file", "/no/such/text"], "/no/such/text: No such file or directory"),
+        (
+            ["perplexity", "--context", "-1", "--file", "x"],
+            "--context must be 0 (the whole text) or more tokens, not -1",
+        ),
+        (["perplexity", "--fle", "x"], "unknown option --fle, nearest known: '--file'"),
+        (["convert", "--modle", "x"], "unknown option --modle, nearest known: '--model'"),
+        (["info", "--model", "/"], "/ has no config.json"),
+    ],
+)
 def test_user_errors(run, words, message):
     assert message in one_line(run(*words))
 
@@ -183,7 +210,9 @@ def test_text_that_is_not_utf8(run, folder, tmp_path):
     raw = b"x" * (cli.PIECE - 1) + b"\xe5\xad"  # a character that the edge of a piece and then the end cut off
     line = one_line(run("perplexity", "--model", folder, stdin=raw))
     assert f"byte 0xe5 at position {cli.PIECE - 1}" in line
-    argument = subprocess.run([*COMMAND, "generate", b"ab\xff", "--model", str(folder)], capture_output=True)
+    argument = subprocess.run(
+        [*COMMAND, "generate", b"ab\xff", "--model", str(folder)], capture_output=True, env=ENVIRONMENT
+    )
     assert argument.returncode == 2 and b"byte 0xff at character 2" in argument.stderr
 
 
@@ -241,41 +270,61 @@ def test_perplexity_of_nothing(run, folder):
 
 def test_the_program_as_users_start_it(folder, model):
     words = ["generate", "-", "--model", str(folder), "--seed", "2", "--max-tokens", "8"]
-    done = subprocess.run([*COMMAND, *words], input=b"the a\n", capture_output=True)
+    done = subprocess.run([*COMMAND, *words], input=b"the a\n", capture_output=True, env=ENVIRONMENT)
     want = generate(model, "the a", seed=2, max_tokens=8).text
     assert (done.returncode, done.stderr) == (0, b"")
     assert done.stdout.decode() == want + "\n" * (not want.endswith("\n"))
 
 
-def endless(folder, *words, **kwargs):
-    """`generate` that does not end by itself."""
-    words = ["generate", "the a", "--model", str(folder), "--max-tokens", "10000000", *words]
-    return subprocess.Popen([*COMMAND, *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, **kwargs)
+def heed_ctrl_c():
+    """A shell starts what it runs in the background with SIGINT ignored, which is inherited."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
-def test_text_arrives_while_it_is_generated_and_ctrl_c_keeps_it(folder, model, tmp_path):
-    process = endless(folder, "--seed", "5", "--save-state", str(tmp_path / "state"))
+@pytest.fixture
+def endless(folder):
+    """endless(*options): a `generate` that does not end by itself; killed after a minute, should a test hang."""
+    started = []
+
+    def start(*options):
+        words = [*COMMAND, "generate", "the a", "--model", str(folder), "--max-tokens", "10000000", *options]
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        process = subprocess.Popen(words, env=ENVIRONMENT, preexec_fn=heed_ctrl_c, **pipes)
+        started.append((process, threading.Timer(60, process.kill)))
+        started[-1][1].start()
+        return process
+
+    yield start
+    for process, timer in started:
+        timer.cancel()
+        process.kill()
+        process.wait()
+
+
+def test_text_arrives_while_it_is_generated_and_ctrl_c_keeps_it(endless, model, tmp_path):
+    process = endless("--seed", "5", "--save-state", str(tmp_path / "state"))
     first = process.stdout.read(30)  # comes although the process never ends by itself
     process.send_signal(signal.SIGINT)
-    rest, err = process.communicate(timeout=60)
-    assert (process.returncode, err) == (130, b"")
+    rest, err = process.stdout.read(), process.stderr.read()
+    assert (process.wait(), err) == (130, b"")
     text = (first + rest).decode()
     want = generate(model, "the a", seed=5, max_tokens=len(text) + 50).text
     assert len(text) > 10 and want.startswith(text.removesuffix("\n"))
     assert (tmp_path / "state").is_file()
 
 
-def test_a_reader_that_leaves_early_is_no_error(folder):
-    process = endless(folder)
-    process.stdout.read(10)
+def test_a_reader_that_leaves_early_is_no_error(endless):
+    process = endless()
+    process.stdout.read(1)
     process.stdout.close()
     assert process.stderr.read() == b""
-    assert process.wait(timeout=60) == 141
+    assert process.wait() == 141
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full here")
-def test_a_full_disk_is_one_line(folder):
+@pytest.mark.parametrize("words", [["generate", "the a"], ["info"]])
+def test_a_full_disk_is_one_line(folder, words):
     with open("/dev/full", "wb") as full:
-        words = ["generate", "the a", "--model", str(folder)]
-        done = subprocess.run([*COMMAND, *words], stdout=full, stderr=subprocess.PIPE)
+        words = [*COMMAND, *words, "--model", str(folder)]
+        done = subprocess.run(words, stdout=full, stderr=subprocess.PIPE, env=ENVIRONMENT)
     assert (done.returncode, done.stderr) == (2, b"mlx_cosyh3: No space left on device\n")

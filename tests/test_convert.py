@@ -1,9 +1,14 @@
-"""Conversion: names, config, formats, tokenizer, sources, command. Tiny random models; legacy layouts on the goldens."""
+"""Conversion: names, config, formats, tokenizer, sources, command. Tiny random models, and the goldens."""
 
+import fcntl
 import json
 import os
+import re
+import select
+import struct
 import subprocess
 import sys
+import termios
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -56,7 +61,9 @@ def test_sanitize_renames_everything_a_model_has():
     assert {k: v.shape for k, v in out.items()} == h3.expected_shapes(config)
     kernel = "backbone.layers.0.mixer.kernel.kernel"
     assert np.array_equal(out["layers.0.mixer.ssm.C"], tensors[f"{kernel}.C"][0])
-    assert np.array_equal(out["layers.0.mixer.shift.C"], tensors["backbone.layers.0.mixer.ssm_k_kernel.kernel.C"][0])
+    assert np.array_equal(
+        out["layers.0.mixer.shift.C"], tensors["backbone.layers.0.mixer.ssm_k_kernel.kernel.C"][0]
+    )
     assert out["layers.2.mixer.ssm.D"] is tensors["backbone.layers.2.mixer.D"]
     assert out["norm_f.bias"] is tensors["backbone.ln_f.bias"]
 
@@ -73,8 +80,11 @@ def test_sanitize_is_pure_and_idempotent(kind):
 
 
 def test_unknown_key_names_the_nearest():
-    with pytest.raises(CheckpointError, match="unknown tensor 'backbone.layers.0.mlp.fc3.weight', nearest known: "
-                       "'backbone.layers.0.mlp.fc[12].weight'"):
+    with pytest.raises(
+        CheckpointError,
+        match="unknown tensor 'backbone.layers.0.mlp.fc3.weight', nearest known: "
+        "'backbone.layers.0.mlp.fc[12].weight'",
+    ):
         sanitize({**state_dict(), "backbone.layers.0.mlp.fc3.weight": np.zeros(3)})
 
 
@@ -169,7 +179,9 @@ def test_inv_freq_of_another_base_is_refused():
 )
 def test_config_from_shapes(shape):
     config = infer_config(state_dict(**shape), heads=2)
-    wanted = {k: v for k, v in shape.items() if k in ("d_model", "n_layer", "d_inner", "d_state", "head_dim", "n_ssm")}
+    wanted = {
+        k: v for k, v in shape.items() if k in ("d_model", "n_layer", "d_inner", "d_state", "head_dim", "n_ssm")
+    }
     assert wanted == {k: config[k] for k in wanted}
     assert config["attn_layer_idx"] == list(shape["attention"])
     assert config["rotary_emb_dim"] == shape.get("rotary", 0)
@@ -189,7 +201,9 @@ def test_config_from_shapes(shape):
 )
 def test_released_models(D, n, attention, heads, rotary, parameters):
     """Heads and rotary dims come from the table; the parameter counts are the published files'."""
-    base = dict(d_model=D, n_layer=n, d_inner=4 * D, d_state=64, head_dim=1, n_ssm=D, attn_layer_idx=list(attention))
+    base = dict(
+        d_model=D, n_layer=n, d_inner=4 * D, d_state=64, head_dim=1, n_ssm=D, attn_layer_idx=list(attention)
+    )
     shapes = h3.expected_shapes({**base, "padded_vocab_size": 50264, "tie_word_embeddings": True})
     config = infer_config({k: Lazy(shape=s) for k, s in shapes.items()}, vocab_size=50257, eos_token_id=50256)
     assert (config["num_heads"], config["rotary_emb_dim"], config["d_inner"]) == (heads, rotary, 4 * D)
@@ -206,16 +220,19 @@ def test_heads():
         infer_config(state_dict(rotary=16), heads=8)
 
 
-def test_mixed_up_shapes_name_tensor_shape_and_expected():
-    for name, swapped, message in [
-        ("backbone.layers.2.mlp.fc2.weight", (256, 64), r"'layers.2.mlp.fc2.weight' has the shape \[256, 64\], expected \[64, 256\]"),
-        ("backbone.layers.0.mlp.fc1.weight", (128, 64), r"'layers.0.mlp.fc1.weight' has the shape \[128, 64\], expected \[256, 64\]"),
-        ("backbone.layers.1.mixer.Wqkv.bias", (64,), r"'layers.1.mixer.Wqkv.bias' has the shape \[64\], expected \[192\]"),
-        ("backbone.layers.0.mixer.kernel.kernel.B", (64, 64), r"'layers.0.mixer.ssm.B' has the shape \[64, 64\], expected \[64, 32, 2\]"),
-        ("backbone.layers.0.mixer.kernel.kernel.C", (2, 64, 32, 2), r"kernel.C' has the shape \[2, 64, 32, 2\]: its first axis must be 1"),
-    ]:  # fmt: skip
-        with pytest.raises(CheckpointError, match=message):
-            infer_config({**state_dict(), name: np.zeros(swapped, np.float32)}, heads=2)
+@pytest.mark.parametrize(
+    "name, shape, message",
+    [
+        ("2.mlp.fc2.weight", (256, 64), "2.mlp.fc2.weight' has the shape [256, 64], expected [64, 256]"),
+        ("0.mlp.fc1.weight", (128, 64), "0.mlp.fc1.weight' has the shape [128, 64], expected [256, 64]"),
+        ("1.mixer.Wqkv.bias", (64,), "1.mixer.Wqkv.bias' has the shape [64], expected [192]"),
+        ("0.mixer.kernel.kernel.B", (64, 64), "0.mixer.ssm.B' has the shape [64, 64], expected [64, 32, 2]"),
+        ("0.mixer.kernel.kernel.C", (2, 64, 32, 2), "0.mixer.kernel.kernel.C' has the shape [2, 64, 32, 2]: its first"),
+    ],
+)
+def test_mixed_up_shapes_name_tensor_shape_and_expected(name, shape, message):
+    with pytest.raises(CheckpointError, match=re.escape(message)):
+        infer_config({**state_dict(), f"backbone.layers.{name}": np.zeros(shape, np.float32)}, heads=2)
 
 
 def test_missing_tensors_are_named():
@@ -287,7 +304,12 @@ def test_dtypes(source, tmp_path, dtype):
 
 
 @settings(deadline=None, max_examples=200)
-@given(st.lists(st.floats(width=32, allow_nan=False, allow_infinity=False, max_value=2.0**127, min_value=-(2.0**127)), min_size=1))
+@given(
+    st.lists(
+        st.floats(width=32, allow_nan=False, allow_infinity=False, max_value=2.0**127, min_value=-(2.0**127)),
+        min_size=1,
+    )
+)
 def test_bfloat16_rounds_as_mlx_does(values):
     values = np.array(values, np.float32)
     bits = formats.cast("x", values, "BF16")
@@ -317,7 +339,9 @@ def test_source_dtypes(tmp_path, dtype):
 def test_bfloat16_source_is_copied_bit_by_bit(tmp_path):
     save_dir = tmp_path / "a"
     save_dir.mkdir()
-    mx.save_safetensors(str(save_dir / "model.safetensors"), {k: mx.array(v).astype(mx.bfloat16) for k, v in state_dict().items()})
+    mx.save_safetensors(
+        str(save_dir / "model.safetensors"), {k: mx.array(v).astype(mx.bfloat16) for k, v in state_dict().items()}
+    )
     make(save_dir, tmp_path / "out", heads=2, dtype="bfloat16")
     got, want = weights_of(tmp_path / "out"), mx.array(state_dict()[EMBEDDING]).astype(mx.bfloat16)
     assert mx.array_equal(got["embeddings.weight"], want) and got["layers.0.mixer.ssm.D"].dtype == mx.float32
@@ -341,7 +365,9 @@ def test_int8_is_quantize_int8_in_any_blocks(source, tmp_path, monkeypatch):
             assert np.array_equal(np.array(stored[name]), array)  # fp32
     monkeypatch.setattr(formats.float_blocks, "__defaults__", (1000,))  # 15 rows of 64 a block
     make(source, tmp_path / "blocks", quantize="int8")
-    assert (tmp_path / "out/model.safetensors").read_bytes() == (tmp_path / "blocks/model.safetensors").read_bytes()
+    assert (tmp_path / "out/model.safetensors").read_bytes() == (
+        tmp_path / "blocks/model.safetensors"
+    ).read_bytes()
     assert mlx_cosyh3.load(tmp_path / "out")(mx.array([[1, 2, 3]])).shape == (1, 3, 104)
 
 
@@ -358,7 +384,11 @@ def test_affine_is_what_nn_quantize_gives(tmp_path, bits, dtype):
     nn.Module.load_weights(reference, list(cast.items()))
 
     def settings_of(path, module):
-        return {"group_size": 32 if module.weight.shape[1] % 64 else 64, "bits": bits} if hasattr(module, "to_quantized") else False
+        return (
+            {"group_size": 32 if module.weight.shape[1] % 64 else 64, "bits": bits}
+            if hasattr(module, "to_quantized")
+            else False
+        )
 
     nn.quantize(reference, 64, bits, class_predicate=settings_of)
     wanted, stored = dict(tree_flatten(reference.parameters())), weights_of(tmp_path / "out")
@@ -367,14 +397,37 @@ def test_affine_is_what_nn_quantize_gives(tmp_path, bits, dtype):
         assert stored[name].dtype == wanted[name].dtype and mx.array_equal(stored[name], wanted[name]), name
     quantization = report.config["quantization"]
     assert quantization == report.config["quantization_config"]
-    assert {k: quantization[k] for k in ("mode", "bits", "group_size")} == {"mode": "affine", "bits": bits, "group_size": 64}
-    assert quantization["layers.0.mlp.fc1"] == {"group_size": 32, "bits": bits} and "layers.0.mlp.fc2" not in quantization
+    assert {k: quantization[k] for k in ("mode", "bits", "group_size")} == {
+        "mode": "affine",
+        "bits": bits,
+        "group_size": 64,
+    }
+    assert (
+        quantization["layers.0.mlp.fc1"] == {"group_size": 32, "bits": bits}
+        and "layers.0.mlp.fc2" not in quantization
+    )
     assert mlx_cosyh3.load(tmp_path / "out")(mx.array([[1, 2, 3]])).shape == (1, 3, 104)
 
 
 def test_widths_no_group_divides_stay_and_are_reported(tmp_path, capsys):
     path = save(tmp_path / "a", state_dict(d_model=48, n_layer=2))
-    assert main(["--model", str(path), "--out", str(tmp_path / "out"), "--heads", "2", "-q", "4", "--tokenizer", "none"]) == 0
+    assert (
+        main(
+            [
+                "--model",
+                str(path),
+                "--out",
+                str(tmp_path / "out"),
+                "--heads",
+                "2",
+                "-q",
+                "4",
+                "--tokenizer",
+                "none",
+            ]
+        )
+        == 0
+    )
     assert "note: not quantised, no group size divides their width: embeddings, " in capsys.readouterr().err
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert config["quantization"]["embeddings"] is False and "layers.0.mlp.fc2" not in config["quantization"]
@@ -526,10 +579,14 @@ def test_gpt2s_tokenizer_comes_from_the_hub(tmp_path, monkeypatch):
 
 def test_folder_with_several_models(source, tmp_path):
     save(source, state_dict(seed=1), name="other.safetensors")
-    with pytest.raises(CosyH3Error, match=r"holds 2 models: pick one with --file \(model.safetensors, other.safetensors\)"):
+    with pytest.raises(
+        CosyH3Error, match=r"holds 2 models: pick one with --file \(model.safetensors, other.safetensors\)"
+    ):
         make(source, tmp_path / "out")
     make(source, tmp_path / "out", file="other.safetensors")
-    with pytest.raises(CosyH3Error, match="holds no file 'third.pt'; it holds model.safetensors, other.safetensors"):
+    with pytest.raises(
+        CosyH3Error, match="holds no file 'third.pt'; it holds model.safetensors, other.safetensors"
+    ):
         make(source, tmp_path / "out2", file="third.pt")
     with pytest.raises(CosyH3Error, match="leave it out"):
         make(source / "model.safetensors", tmp_path / "out2", file="other.safetensors")
@@ -548,7 +605,9 @@ def test_sharded_source_with_and_without_index(tmp_path):
     index = {"weight_map": {k: parts[i % 3] for i, k in enumerate(names)}}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     make(folder, tmp_path / "index", heads=2, file="model.safetensors.index.json")
-    assert (tmp_path / "plain/model.safetensors").read_bytes() == (tmp_path / "index/model.safetensors").read_bytes()
+    assert (tmp_path / "plain/model.safetensors").read_bytes() == (
+        tmp_path / "index/model.safetensors"
+    ).read_bytes()
     assert weights_of(tmp_path / "plain").keys() == sanitize(tensors).keys()
     (folder / parts[1]).unlink()
     with pytest.raises(CheckpointError, match="lacks 1 of 3 files of the model: model-00002-of-00003.safetensors"):
@@ -568,11 +627,14 @@ def test_state_dict_wrappers():
     inner = {k: Lazy(v) for k, v in state_dict().items()}
     for tree in (inner, {"state_dict": inner, "epoch": 3}, {"model": inner}):
         assert sources.state_dict(tree, "x.pt")[0].keys() == inner.keys()
-    lightning = {"pytorch-lightning_version": "1.8", "state_dict": {**{f"model.{k}": v for k, v in inner.items()}, "loss.w": Lazy(np.ones(1))}}
+    lightning = {
+        "pytorch-lightning_version": "1.8",
+        "state_dict": {**{f"model.{k}": v for k, v in inner.items()}, "loss.w": Lazy(np.ones(1))},
+    }
     tensors, ignored = sources.state_dict(lightning, "x.pt")
     assert tensors.keys() == inner.keys() and ignored == ["loss.w"]
     for tree, message in [
-        ([1], "holds a list, not a state dict"),
+        ([1], "holds one object of type list, not a state dict"),
         ({"a": 1}, "holds no tensors at its top .its keys: 'a'"),
         ({"pytorch-lightning_version": "1", "state_dict": {"a": inner[EMBEDDING]}}, "none of the keys"),
         ({"pytorch-lightning_version": "1"}, "without a state_dict"),
@@ -616,9 +678,19 @@ def test_hub_repo_from_the_local_cache(tmp_path):
         save_tokenizer(folder, 260)
 
     env = hub_cache(tmp_path, "danfu09/H3-small", {"model-a.safetensors": model, "model-b.safetensors": model})
-    command = [sys.executable, "-m", "mlx_cosyh3.convert", "--model", "danfu09/H3-small", "--out", str(tmp_path / "out")]
+    command = [
+        sys.executable,
+        "-m",
+        "mlx_cosyh3.convert",
+        "--model",
+        "danfu09/H3-small",
+        "--out",
+        str(tmp_path / "out"),
+    ]
     done = subprocess.run(command, env=env, capture_output=True, text=True)
-    assert done.returncode == 2 and "pick one with --file (model-a.safetensors, model-b.safetensors)" in done.stderr
+    assert (
+        done.returncode == 2 and "pick one with --file (model-a.safetensors, model-b.safetensors)" in done.stderr
+    )
     done = subprocess.run([*command, "--file", "model-b.safetensors"], env=env, capture_output=True, text=True)
     assert done.returncode == 0 and done.stderr == ""
     text = (tmp_path / "out" / "README.md").read_text()
@@ -650,9 +722,10 @@ def test_report_and_summary(source, tmp_path, capsys):
 def test_bar_on_a_terminal_only(source, tmp_path):
     command = [sys.executable, "-m", "mlx_cosyh3.convert", "--model", str(source), "--tokenizer", "none", "--out"]
     master, slave = os.openpty()
+    fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("4H", 24, 80, 0, 0))
     subprocess.run([*command, str(tmp_path / "a")], stderr=slave, stdout=subprocess.DEVNULL, check=True)
+    assert select.select([master], [], [], 5)[0] and b"converting" in os.read(master, 4096)
     os.close(slave)
-    assert b"converting" in os.read(master, 4096)
     os.close(master)
     piped = subprocess.run([*command, str(tmp_path / "b")], capture_output=True, check=True, text=True)
     assert piped.stderr == "" and piped.stdout.count("\n") == 1

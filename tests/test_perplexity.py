@@ -71,7 +71,9 @@ def test_no_call_computes_more_logits_than_allowed(model, monkeypatch):
     assert sizes[-1] == 1
 
 
-words = st.lists(st.sampled_from(["the", " a", "\n", " ", "  ", "\t", "\u00a0", "\u2003", "'s", ",", "é", "字", "12", "\r\n"]))
+words = st.lists(
+    st.sampled_from(["the", " a", "\n", " ", "  ", "\t", "\u00a0", "\u2003", "'s", ",", "é", "字", "12", "\r\n"])
+)
 
 
 @given(words=words, cuts=st.lists(st.integers(0, 60)))

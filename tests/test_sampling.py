@@ -21,7 +21,7 @@ DTYPES = [mx.float32, mx.float16, mx.bfloat16]
 
 
 def reference(logits, temperature, top_k, top_p, min_p):
-    """(probabilities [V] in float64, smallest distance of a filter's decision from its threshold), one row at a time."""
+    """(probabilities [V] in float64, smallest distance of a filter's decision from its threshold) of one row."""
     x = np.asarray(logits, dtype=np.float64)
     order = np.argsort(-x, kind="stable")
     if 0 < top_k < len(x):
@@ -53,16 +53,24 @@ def probabilities(logits, **options):
     return out
 
 
-options = st.fixed_dictionaries(dict(
-    temperature=st.sampled_from([0.05, 0.3, 0.8, 1.0, 2.5]),
-    top_k=st.sampled_from([0, 1, 2, 5, 31, 1000]),
-    top_p=st.sampled_from([1.0, 0.999, 0.9, 0.5, 0.1, 1e-6]),
-    min_p=st.sampled_from([0.0, 1e-4, 0.05, 0.5, 1.0]),
-))
+options = st.fixed_dictionaries(
+    dict(
+        temperature=st.sampled_from([0.05, 0.3, 0.8, 1.0, 2.5]),
+        top_k=st.sampled_from([0, 1, 2, 5, 31, 1000]),
+        top_p=st.sampled_from([1.0, 0.999, 0.9, 0.5, 0.1, 1e-6]),
+        min_p=st.sampled_from([0.0, 1e-4, 0.05, 0.5, 1.0]),
+    )
+)
 
 
-@given(seed=st.integers(0, 2**31), batch=st.integers(1, 4), vocab=st.integers(1, 300),
-       spread=st.sampled_from([0.1, 1.0, 5.0, 30.0]), masked=st.sampled_from([0.0, 0.3, 0.95]), options=options)
+@given(
+    seed=st.integers(0, 2**31),
+    batch=st.integers(1, 4),
+    vocab=st.integers(1, 300),
+    spread=st.sampled_from([0.1, 1.0, 5.0, 30.0]),
+    masked=st.sampled_from([0.0, 0.3, 0.95]),
+    options=options,
+)
 @settings(max_examples=150, deadline=None)
 def test_filters_equal_the_reference(seed, batch, vocab, spread, masked, options):
     rng = np.random.default_rng(seed)
@@ -98,7 +106,9 @@ def test_ties_never_widen_top_k(k):
 
 
 def test_ties_are_cut_by_top_p_to_the_smallest_set():
-    assert (probabilities(mx.zeros((1, 10)), temperature=1.0, top_k=0, top_p=0.25, min_p=0.0) > 0).sum() == 3
+    for top_p, count in [(0.2, 1), (0.25, 1), (0.26, 2), (0.5, 2), (0.75, 3), (0.76, 4)]:
+        p = probabilities(mx.zeros((1, 4)), temperature=1.0, top_k=0, top_p=top_p, min_p=0.0)
+        assert (p > 0).sum() == count
 
 
 def test_top_p_keeps_the_token_that_crosses():
@@ -135,12 +145,19 @@ def test_a_row_of_minus_infinity_gives_a_valid_id():
     x = mx.full((1, 9), -mx.inf)
     for o in (dict(), dict(top_k=3), dict(top_p=0.5), dict(min_p=0.2), dict(top_k=3, top_p=0.5, min_p=0.2)):
         assert 0 <= sample(x, row_keys(0, 1), temperature=1.0, **o).item() < 9
+        scores = candidates(x, **{"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, **o})[1]
+        assert mx.all(scores == -mx.inf)
 
 
-@pytest.mark.parametrize("o", [
-    dict(temperature=1.0), dict(temperature=0.6, top_k=6), dict(temperature=1.7, top_p=0.8),
-    dict(temperature=1.0, top_k=10, top_p=0.9, min_p=0.08),
-])
+@pytest.mark.parametrize(
+    "o",
+    [
+        dict(temperature=1.0),
+        dict(temperature=0.6, top_k=6),
+        dict(temperature=1.7, top_p=0.8),
+        dict(temperature=1.0, top_k=10, top_p=0.9, min_p=0.08),
+    ],
+)
 def test_drawn_distribution(o):
     """Chi-square of 20,000 draws with fixed keys against the exact probabilities."""
     o = {"top_k": 0, "top_p": 1.0, "min_p": 0.0, **o}
@@ -190,6 +207,16 @@ def test_row_keys():
         row_keys([1, 2], 3)
 
 
+def test_a_key_is_used_once():
+    keys, used = row_keys(3, 2), []
+    for _ in range(20):
+        used += keys.tolist()
+        keys, draw = next_keys(keys)
+        assert keys.shape == draw.shape == (2, 2) and keys.dtype == draw.dtype == mx.uint32
+        used += draw.tolist()
+    assert len({tuple(key) for key in used}) == 80
+
+
 def test_the_implicit_random_state_is_neither_read_nor_written():
     x, o = mx.random.normal((2, 50), key=mx.random.key(0)), dict(temperature=1.0, top_k=20, top_p=0.9)
     before = [a.tolist() for a in mx.random.state]
@@ -237,23 +264,34 @@ def test_penalize(seed, penalty):
 GOOD = dict(max_tokens=5, temperature=0.8, top_k=50, top_p=0.9, min_p=0.0, repetition_penalty=None, seed=None)
 
 
-@pytest.mark.parametrize("change", [
-    {}, dict(temperature=0), dict(top_k=0, top_p=1), dict(min_p=1), dict(repetition_penalty=1.1, seed=2**63 - 1),
-    dict(seed=[1, None, 3]), dict(top_k=np.int64(3), temperature=np.float32(0.5)),
-])
+@pytest.mark.parametrize(
+    "change",
+    [
+        {},
+        dict(temperature=0),
+        dict(top_k=0, top_p=1),
+        dict(min_p=1),
+        dict(repetition_penalty=1.1, seed=2**63 - 1),
+        dict(seed=[1, None, 3]),
+        dict(top_k=np.int64(3), temperature=np.float32(0.5)),
+    ],
+)
 def test_good_options(change):
     assert check_options(**{**GOOD, **change}) is None
 
 
-@pytest.mark.parametrize("name, value", [
-    *[("max_tokens", v) for v in (0, -1, 1.5, "7", None, True, float("nan"))],
-    *[("temperature", v) for v in (-0.1, float("nan"), float("inf"), "hot", None, True, 10**400)],
-    *[("top_k", v) for v in (-1, 0.5, "x", None)],
-    *[("top_p", v) for v in (0, -0.1, 1.01, 2, float("nan"), None)],
-    *[("min_p", v) for v in (-0.01, 1.01, float("nan"))],
-    *[("repetition_penalty", v) for v in (0, -1, float("inf"), "x")],
-    *[("seed", v) for v in (-1, 2**63, 1.0, "x")],
-])
+@pytest.mark.parametrize(
+    "name, value",
+    [
+        *[("max_tokens", v) for v in (0, -1, 1.5, "7", None, True, float("nan"))],
+        *[("temperature", v) for v in (-0.1, float("nan"), float("inf"), "hot", None, True, 10**400)],
+        *[("top_k", v) for v in (-1, 0.5, "x", None)],
+        *[("top_p", v) for v in (0, -0.1, 1.01, 2, float("nan"), None)],
+        *[("min_p", v) for v in (-0.01, 1.01, float("nan"))],
+        *[("repetition_penalty", v) for v in (0, -1, float("inf"), "x")],
+        *[("seed", v) for v in (-1, 2**63, 1.0, "x")],
+    ],
+)
 def test_bad_options_are_named_with_value_and_range(name, value):
     with pytest.raises(CosyH3Error) as e:
         check_options(**{**GOOD, name: value})
@@ -265,7 +303,7 @@ def test_bad_options_are_named_with_value_and_range(name, value):
 
 
 def stop_reference(text, stops):
-    """Letter by letter: the text before the stop string that is complete first (the longest of those ending together)."""
+    """Letter by letter: the text before the stop string that is complete first (the longest, if several end)."""
     for end in range(len(text) + 1):
         starts = [end - len(s) for s in stops if text[:end].endswith(s)]
         if starts:
@@ -273,8 +311,10 @@ def stop_reference(text, stops):
     return text, False
 
 
-@given(pieces=st.lists(st.text("abc", max_size=6), max_size=12),
-       stops=st.lists(st.text("abc", min_size=1, max_size=5), max_size=4))
+@given(
+    pieces=st.lists(st.text("abc", max_size=6), max_size=12),
+    stops=st.lists(st.text("abc", min_size=1, max_size=5), max_size=4),
+)
 @settings(max_examples=400, deadline=None)
 def test_stop_text_does_not_depend_on_the_pieces(pieces, stops):
     stop = StopText(stops)
@@ -292,7 +332,15 @@ def test_stop_text_does_not_depend_on_the_pieces(pieces, stops):
 def test_stop_text_shows_what_is_safe_at_once():
     stop = StopText(["\n\n", "END"])
     assert [stop.add(t) for t in ("one", "\n", "two E", "N", "d", "\n", "\nmore", "x")] == [
-        "one", "", "\ntwo ", "", "ENd", "", "", ""]
+        "one",
+        "",
+        "\ntwo ",
+        "",
+        "ENd",
+        "",
+        "",
+        "",
+    ]
     assert stop.stopped and stop.finish() == ""
     open_end = StopText("STOP")
     assert open_end.add("go ST") == "go " and open_end.finish() == "ST" and not open_end.stopped

@@ -4,12 +4,15 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import mlx.core as mx
 import pytest
 
 from mlx_cosyh3 import generate, load, stream_generate
+from mlx_cosyh3.stream import _idle as idle
+from mlx_cosyh3.stream import _workers as workers
 from tests.small_model import write_model
 
 OPTIONS = {"max_tokens": 12, "temperature": 1.0}
@@ -72,9 +75,10 @@ def test_memory_and_threads_are_flat(model):
                 if i % 8:
                     stream.close()
         stream = None
-        for thread in threading.enumerate():  # the abandoned ones end soon
-            if thread.name == "mlx_cosyh3 stream":
-                thread.join(10)
+        for _ in range(100):  # the abandoned ones end soon
+            if len(idle) == len(workers):
+                break
+            time.sleep(0.05)
         mx.clear_cache()
         return mx.get_active_memory()
 

@@ -1,4 +1,4 @@
-"""Byte-level BPE: ids equal those the model was trained with, decoding loses nothing, broken files get one clear line.
+"""Byte-level BPE: ids as the model was trained with, decoding loses nothing, broken files get one clear line.
 
 Run: MLX_DISABLE_COMPILE=1 python -m pytest -q tests/test_tokenizer.py
 MLX_COSYH3_GOLDENS: adds the golden ids. MLX_COSYH3_REAL_FILES: a folder with GPT-2's own encoder.json and vocab.bpe
@@ -83,7 +83,9 @@ def test_any_text_survives(text):
     assert TOKENIZER.decode(ids) == text.replace("<|endoftext|>", "")
 
 
-@pytest.mark.parametrize("text", ["", " ", "\n", "\r\n\t ", "a\u0000b", "naïve 字 😀 e\u0301", "  two  spaces  ", "x" * 5000])
+@pytest.mark.parametrize(
+    "text", ["", " ", "\n", "\r\n\t ", "a\u0000b", "naïve 字 😀 e\u0301", "  two  spaces  ", "x" * 5000]
+)
 def test_awkward_texts_survive(text):
     assert TOKENIZER.decode(TOKENIZER.encode(text)) == text
 
@@ -106,9 +108,14 @@ def test_ids_outside_the_vocabulary(bad):
             call()
 
 
-@pytest.mark.parametrize("text, where", [
-    ("abc\udcff", "byte 0xff at character 3"), ("\udc80", "byte 0x80 at character 0"), ("a\ud83d", "U+D83D, at character 1"),
-])
+@pytest.mark.parametrize(
+    "text, where",
+    [
+        ("abc\udcff", "byte 0xff at character 3"),
+        ("\udc80", "byte 0x80 at character 0"),
+        ("a\ud83d", "U+D83D, at character 1"),
+    ],
+)
 def test_text_that_is_not_unicode(text, where):
     with pytest.raises(CosyH3Error) as e:
         TOKENIZER.encode(text)
@@ -218,27 +225,30 @@ def broken(folder, name, content):
     return str(e.value)
 
 
-@pytest.mark.parametrize("name, content, words", [
-    ("merges.txt", None, "has vocab.json but not merges.txt"),
-    ("vocab.json", None, "has merges.txt but not vocab.json"),
-    ("vocab.json", b"", "vocab.json is empty"),
-    ("merges.txt", b" \n", "merges.txt is empty"),
-    ("vocab.json", b'{"a": 0, ', "vocab.json is not valid JSON"),
-    ("vocab.json", b"[" * 100_000, "vocab.json is not valid JSON"),
-    ("vocab.json", b"[1, 2]", "does not hold a JSON object"),
-    ("vocab.json", b"{}", "holds no tokens"),
-    ("vocab.json", b'{"a": "0"}', "token 'a' has the id '0'"),
-    ("vocab.json", b'{"a": true}', "token 'a' has the id True"),
-    ("vocab.json", b'{"a": -1}', "token 'a' has the id -1"),
-    ("vocab.json", b'{"a": 0, "b": 0}', "id 0 belongs to two tokens, 'a' and 'b'"),
-    ("vocab.json", b"\xff\xfe", "not UTF-8 text: byte 0xff at position 0"),
-    ("merges.txt", b"#version: 0.2\na b c\n", "line 2, 'a b c', is not two tokens"),
-    ("merges.txt", "Ġ t\nabc\n".encode(), "line 2, 'abc', is not two tokens"),
-    ("merges.txt", b"q zqzq\n", "line 1 uses the token 'zqzq', which is not in vocab.json"),
-    ("tokenizer.json", b"{}", "not a byte-level BPE tokenizer"),
-    ("tokenizer.json", b'{"decoder": {"type": "ByteLevel"}}', "tokenizer.json cannot be used"),
-    ("tokenizer.json", b'{"decoder": {"type": "Metaspace"}}', "not a byte-level BPE tokenizer"),
-])
+@pytest.mark.parametrize(
+    "name, content, words",
+    [
+        ("merges.txt", None, "has vocab.json but not merges.txt"),
+        ("vocab.json", None, "has merges.txt but not vocab.json"),
+        ("vocab.json", b"", "vocab.json is empty"),
+        ("merges.txt", b" \n", "merges.txt is empty"),
+        ("vocab.json", b'{"a": 0, ', "vocab.json is not valid JSON"),
+        ("vocab.json", b"[" * 100_000, "vocab.json is not valid JSON"),
+        ("vocab.json", b"[1, 2]", "does not hold a JSON object"),
+        ("vocab.json", b"{}", "holds no tokens"),
+        ("vocab.json", b'{"a": "0"}', "token 'a' has the id '0'"),
+        ("vocab.json", b'{"a": true}', "token 'a' has the id True"),
+        ("vocab.json", b'{"a": -1}', "token 'a' has the id -1"),
+        ("vocab.json", b'{"a": 0, "b": 0}', "id 0 belongs to two tokens, 'a' and 'b'"),
+        ("vocab.json", b"\xff\xfe", "not UTF-8 text: byte 0xff at position 0"),
+        ("merges.txt", b"#version: 0.2\na b c\n", "line 2, 'a b c', is not two tokens"),
+        ("merges.txt", "Ġ t\nabc\n".encode(), "line 2, 'abc', is not two tokens"),
+        ("merges.txt", b"q zqzq\n", "line 1 uses the token 'zqzq', which is not in vocab.json"),
+        ("tokenizer.json", b"{}", "not a byte-level BPE tokenizer"),
+        ("tokenizer.json", b'{"decoder": {"type": "ByteLevel"}}', "tokenizer.json cannot be used"),
+        ("tokenizer.json", b'{"decoder": {"type": "Metaspace"}}', "not a byte-level BPE tokenizer"),
+    ],
+)
 def test_broken_files_get_one_line_that_says_what(folder, name, content, words):
     assert words in broken(folder, name, content)
 
@@ -250,13 +260,15 @@ def test_a_token_outside_the_byte_alphabet(folder):
 
 
 def test_an_empty_folder(tmp_path):
-    with pytest.raises(CheckpointError, match="no tokenizer in .*: it needs tokenizer.json, or vocab.json and merges.txt"):
+    with pytest.raises(
+        CheckpointError, match="no tokenizer in .*: it needs tokenizer.json, or vocab.json and merges.txt"
+    ):
         Tokenizer.from_dir(tmp_path)
 
 
 @pytest.mark.parametrize("eos", [4096, -1])
 def test_an_end_of_text_id_that_does_not_exist(eos):
-    with pytest.raises(CheckpointError, match=f"eos_token_id {eos} of the config is not an id"):
+    with pytest.raises(CheckpointError, match=f"eos_token_id {eos} of the config is not one of its ids"):
         Tokenizer.from_dir(FOLDER, eos)
 
 
@@ -274,7 +286,9 @@ def test_characters_that_the_vocabulary_lacks(tmp_path):
 
 @pytest.mark.skipif(not REAL_FILES, reason="MLX_COSYH3_REAL_FILES is not set")
 def test_gpt2_files():
-    found = [p.parent for p in sorted(Path(REAL_FILES).rglob("encoder.json")) if (p.parent / "vocab.bpe").is_file()]
+    found = [
+        p.parent for p in sorted(Path(REAL_FILES).rglob("encoder.json")) if (p.parent / "vocab.bpe").is_file()
+    ]
     if not found:
         pytest.skip("no encoder.json with vocab.bpe under MLX_COSYH3_REAL_FILES")
     gpt2 = Tokenizer.from_dir(found[0])

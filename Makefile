@@ -1,0 +1,38 @@
+# make demo: a model that comes with the package writes English here, with nothing to download but Python packages.
+# make test: all tests. Both set up a virtual environment of their own first; PYTHON=python3.12 picks another Python.
+
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+
+# macOS needs plain mlx. Linux needs one of MLX's back ends: EXTRA=cpu, cuda12 or cuda13, never two in one environment.
+ifeq ($(shell uname -s),Linux)
+EXTRA ?= cpu
+EXTRAS := $(EXTRA),test
+# MLX's Linux wheel brings a slow BLAS; Debian's OpenBLAS (apt install libopenblas0-pthread) is 10 to 40 times faster.
+OPENBLAS := $(wildcard /usr/lib/*/libopenblas.so.0)
+ifneq ($(OPENBLAS),)
+PRELOAD := LD_PRELOAD=$(firstword $(OPENBLAS))
+endif
+else
+EXTRAS := test
+endif
+
+.PHONY: demo test clean
+
+demo: $(VENV)/.installed
+	@echo '$$ mlx_cosyh3 generate "It was a dark and stormy night, and" --seed 1 --max-tokens 120'
+	@$(PRELOAD) MLX_DISABLE_COMPILE=1 $(BIN)/mlx_cosyh3 generate "It was a dark and stormy night, and" --seed 1 --max-tokens 120
+	@echo
+	@echo 'Talk to it:  $(BIN)/mlx_cosyh3 repl'
+
+test: $(VENV)/.installed
+	$(PRELOAD) MLX_DISABLE_COMPILE=1 $(BIN)/python -m pytest -q $(ARGS)
+
+$(VENV)/.installed: pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[$(EXTRAS)]"
+	touch $@
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache

@@ -1,0 +1,123 @@
+"""A generation that runs in a thread of its own and is consumed in any other, for every model family.
+
+MLX's streams belong to a thread, so one thread does all the work of a generation and hands over plain Python values.
+Threads are used again: MLX's CPU backend keeps an OS thread for every Python thread that ever computed with it.
+"""
+
+import atexit
+import queue
+import threading
+
+
+class Stream:
+    """Iterator of the pieces of a generation as they are made.
+
+    result    the whole result, once the stream has ended or was closed (finish_reason "cancelled" if it was cut short)
+    close()   stop generating; what was made stays, in `result` and in the cache that was passed in"""
+
+    def __init__(self, run):
+        """`run` has pieces(), a generator of pieces (falsy ones are not passed on), and result()."""
+        self._run = run
+        self._pieces = queue.Queue(maxsize=8)
+        self._closed, self._done = threading.Event(), threading.Event()
+        self._started = False
+        self.result = None
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        while self.result is None and not self._closed.is_set():
+            if not self._started:
+                self._started = True
+                # The work must not hold the stream, or an abandoned one would never be collected and closed.
+                _start(_work, self._run, self._pieces, self._closed, self._done)
+            piece = self._pieces.get()
+            if isinstance(piece, BaseException):
+                self.close()
+                raise piece
+            if piece is None:
+                self.close()
+            elif piece:
+                return piece
+        raise StopIteration
+
+    def close(self):
+        self._closed.set()
+        if self._started:
+            self._done.wait()
+        if self.result is None:
+            self.result = self._run.result()
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exc):
+        self.close()
+
+    def __del__(self):
+        self._closed.set()
+
+
+def _work(run, pieces, closed, done):
+    """Run a generation to its end, into the queue `pieces`: at last None, or the exception that ended it."""
+
+    def put(piece):
+        while not (closed.is_set() or _exiting.is_set()):
+            try:
+                return pieces.put(piece, timeout=0.1)
+            except queue.Full:  # the consumer takes its time: look again whether it has gone
+                continue
+
+    made = run.pieces()
+    try:
+        for piece in made:
+            put(piece)
+            if closed.is_set() or _exiting.is_set():
+                break
+        made.close()
+        put(None)
+    except BaseException as e:  # handed over to whoever consumes the stream
+        put(e)
+    finally:
+        done.set()
+
+
+_lock = threading.Lock()
+_workers, _idle = [], []
+_exiting = threading.Event()
+
+
+class _Worker:
+    def __init__(self):
+        self.tasks = queue.SimpleQueue()
+        # Daemon, so that the interpreter's exit does not wait for an open stream; _finish ends it in good order.
+        self.thread = threading.Thread(target=self._loop, name="mlx_cosyh3 stream", daemon=True)
+        self.thread.start()
+
+    def _loop(self):
+        while (task := self.tasks.get()) is not None:
+            task[0](*task[1:])
+            del task
+            with _lock:
+                _idle.append(self)
+
+
+def _start(function, *args):
+    """Run function(*args) in a free thread, or in a new one."""
+    with _lock:
+        if _idle:
+            worker = _idle.pop()
+        else:
+            worker = _Worker()
+            _workers.append(worker)
+    worker.tasks.put((function, *args))
+
+
+@atexit.register
+def _finish():
+    _exiting.set()
+    for worker in _workers:
+        worker.tasks.put(None)
+    for worker in _workers:
+        worker.thread.join()
