@@ -56,6 +56,8 @@ def find_tensors(value):
         if looked > MAX_WALK:
             raise CheckpointError(f"more than {MAX_WALK} values; pick the part that holds the tensors")
         if isinstance(node, TorchTensor):
+            if path in found:
+                raise CheckpointError(f"two tensors are named {path[:200]!r}; pick the part that holds the right one")
             found[path] = node
             continue
         if not isinstance(node, (dict, list, tuple, Opaque)) or id(node) in around:

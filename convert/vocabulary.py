@@ -46,7 +46,7 @@ def find_vocabulary(option, source, config, rows):
         if not files:
             raise CosyH3Error(f"--tokenizer {option} holds neither tokenizer.json nor vocab.json and merges.txt")
     else:
-        folder, files, origin = source.folder, _files(source.folder), f"`{source.name}`"
+        folder, files, origin = source.folder, _files(source.folder), "the source's own"
         if not files:
             folder = _fetch_gpt2(source, rows)
             files, origin = _files(folder), f"`{GPT2_REPO}` (MIT)"

@@ -29,7 +29,7 @@ from mlx_cosyh3.kernels import H3StepParams, h3_step
 from mlx_cosyh3.scan import DiagonalScan, ShiftScan
 from mlx_cosyh3.textgen import TextGeneration
 
-CHUNK = 512  # tokens of a prompt that are read at once
+CHUNK = 1024  # tokens of a prompt that are read at once
 
 
 @dataclass

@@ -154,14 +154,15 @@ class Tower(torch.nn.Module):
         self.first, self.second = Gate(), Gate()
         self.bias = torch.nn.Parameter(numbers(2, seed=1).half())
         self.rates = [8000, 16000]
-        self.spare = [self.bias]  # torch.nn.LSTM too keeps its weights a second time
 
     def forward(self, x):
         return self.second(self.first(x)[:, :1].expand(-1, 3)) + self.bias
 
 
 def module():
-    return Tower()
+    tower = Tower()
+    tower.spare = [tower.bias]  # torch.nn.LSTM too keeps its weights a second time
+    return tower
 
 
 CASES = {f.__name__: f for f in (dtypes, layouts, containers, optimizer, lightning, storages, bits, module)}

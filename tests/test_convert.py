@@ -103,6 +103,31 @@ def test_legacy_layouts_give_the_same_weights_bit_for_bit(layout, tmp_path):
         assert (tmp_path / "plain" / name).read_bytes() == (tmp_path / "legacy" / name).read_bytes()
 
 
+@pytest.mark.parametrize("prefix, old_names", [("backbone.", False), ("s4seq.encoder.", True)])
+def test_old_norm_order_of_a_model_made_here(prefix, old_names):
+    """The renames undone by hand: norms numbered after each residual add, with the older prefix or the newer."""
+    plain, last = state_dict(n_layer=3), 2
+    old = {}
+    for key, array in plain.items():
+        where, part = key.rsplit(".", 1)
+        for i in range(last + 1):
+            if where == f"backbone.layers.{i}.norm1":
+                where = f"backbone.layers.{i - 1}.norm2" if i else "backbone.norm"
+            elif where == f"backbone.layers.{i}.norm2":
+                where = f"backbone.layers.{i}.norm1"
+            else:
+                continue
+            break
+        if where == "backbone.ln_f":
+            where = f"backbone.layers.{last}.norm2"
+        if old_names:
+            where = where.replace("backbone.embeddings.word_embeddings", "embedding").replace("backbone.", prefix)
+        old[f"{where}.{part}"] = array
+    assert len(old) == len(plain) and "backbone.ln_f.weight" not in old
+    wanted, got = sanitize(plain), sanitize(old)
+    assert got.keys() == wanted.keys() and all(np.array_equal(got[k], wanted[k]) for k in wanted)
+
+
 @pytest.mark.parametrize("model", ["pure", "hybrid", "rotary", "headdim8"])
 def test_converted_goldens_give_upstreams_logits(model, tmp_path):
     io = load_file(golden(model, "io.safetensors"))
@@ -227,7 +252,11 @@ def test_heads():
         ("0.mlp.fc1.weight", (128, 64), "0.mlp.fc1.weight' has the shape [128, 64], expected [256, 64]"),
         ("1.mixer.Wqkv.bias", (64,), "1.mixer.Wqkv.bias' has the shape [64], expected [192]"),
         ("0.mixer.kernel.kernel.B", (64, 64), "0.mixer.ssm.B' has the shape [64, 64], expected [64, 32, 2]"),
-        ("0.mixer.kernel.kernel.C", (2, 64, 32, 2), "0.mixer.kernel.kernel.C' has the shape [2, 64, 32, 2]: its first"),
+        (
+            "0.mixer.kernel.kernel.C",
+            (2, 64, 32, 2),
+            "0.mixer.kernel.kernel.C' has the shape [2, 64, 32, 2]: its first",
+        ),
     ],
 )
 def test_mixed_up_shapes_name_tensor_shape_and_expected(name, shape, message):
@@ -523,7 +552,7 @@ def test_tokenizer_of_the_source_folder_and_its_eos(tmp_path):
     make(source, tmp_path / "out", tokenizer=None)
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert (config["vocab_size"], config["eos_token_id"]) == (260, 65)
-    assert "tokenizer | `wide` |" in (tmp_path / "out" / "README.md").read_text()
+    assert "tokenizer | the source's own |" in (tmp_path / "out" / "README.md").read_text()
 
 
 def test_tokenizer_json(tmp_path):

@@ -121,7 +121,8 @@ def test_torchscript_module_and_constants():
     module = read_torch(GOLDEN / "torchscript.jit")
     assert isinstance(module, Opaque) and module.name.startswith("__torch__.")
     assert module.fields["rates"] == [8000, 16000] and module.fields["training"] is True
-    assert set(find_tensors(module)) == {"bias", "first.weight", "first.seen", "second.weight", "second.seen"}
+    assert set(find_tensors(module)) == {"bias", *(f"{gate}.{name}" for gate in ("first", "second")
+                                                   for name in ("weight", "seen", "window"))}
     assert isinstance(read_torch(GOLDEN / "torchscript.jit", record="constants.pkl"), tuple)
 
 
@@ -129,6 +130,14 @@ def test_strings_of_python_2(tmp_path):
     text = b"S'a\\x62\\\\\\'\\n'\nU\x02\xc3\xa9T\x02\x00\x00\x00\xff\xfeV\\u00e9\\U0001f600\nI01\nI-7\nL12L\nF1.5\n"
     value = read_torch(write(tmp_path, streams.legacy(b"(" + text + b"t.")))
     assert value == ("ab\\'\n", "é", b"\xff\xfe", "é\U0001f600", True, -7, 12, 1.5)
+
+
+def test_two_tensors_of_one_path_are_not_lost(tmp_path):
+    one = streams.tensor((2,), (1,))
+    stream = b"\x80\x02}(X\x03\x00\x00\x00a.b" + one + b"X\x01\x00\x00\x00a}X\x01\x00\x00\x00b" + one + b"su."
+    value = read_torch(write(tmp_path, streams.archive(stream, data={"0": streams.DATA[8:]})))
+    with pytest.raises(CheckpointError, match=r"two tensors are named 'a\.b'"):
+        find_tensors(value)
 
 
 # -- layout of the file ----------------------------------------------------------------------------------------
