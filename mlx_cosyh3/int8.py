@@ -12,9 +12,9 @@ from mlx_cosyh3.kernels import int8_matmul
 
 
 def quantize_int8(weight):
-    """Quantise `weight`, numpy fp32 [out, in] -> (int8 [out, in], fp32 scale [out]). A zero row gets scale 1."""
-    peak = np.abs(weight).max(axis=1)
-    scale = np.where(peak > 0, peak / np.float32(127), np.float32(1)).astype(np.float32)
+    """Quantise `weight`, numpy fp32 [out, in] -> (int8 [out, in], fp32 scale [out]). A row of zeros gets scale 1."""
+    scale = np.abs(weight).max(axis=1) / np.float32(127)
+    scale = np.where(scale > 0, scale, np.float32(1))  # of zeros, or of numbers so small that the scale underflows
     q = np.rint(weight / scale[:, None]).clip(-127, 127).astype(np.int8)
     return q, scale
 

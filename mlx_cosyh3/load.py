@@ -2,9 +2,11 @@
 
 import importlib
 import json
+import sys
 from pathlib import Path
 
 import mlx.core as mx
+from mlx.utils import tree_flatten
 
 from mlx_cosyh3.errors import CheckpointError, CosyH3Error, nearest
 from mlx_cosyh3.tokenizer import Tokenizer
@@ -54,14 +56,23 @@ def find_model(path_or_repo=None, revision=None, allow_patterns=PATTERNS):
     if name.count("/") != 1 or name.startswith((".", "/", "~")):
         raise CosyH3Error(f"no such model: {name} is neither a folder here nor a hub repo id (owner/name)")
     from huggingface_hub import snapshot_download
+    from huggingface_hub.constants import HF_HUB_OFFLINE
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+    from huggingface_hub.utils import tqdm
+
+    class Bar(tqdm):
+        """Quiet when stderr is not a terminal."""
+
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs | {"disable": kwargs.get("disable") or not sys.stderr.isatty()})
 
     try:
-        return Path(snapshot_download(name, revision=revision, allow_patterns=allow_patterns))
+        return Path(snapshot_download(name, revision=revision, allow_patterns=allow_patterns, tqdm_class=Bar))
     except HFValidationError as e:
         raise CosyH3Error(f"no such model: {name} is neither a folder here nor a hub repo id (owner/name)") from e
     except LocalEntryNotFoundError as e:
-        raise CosyH3Error(f"{name} is not in the local cache and the hub cannot be reached: check the network") from e
+        offline = "HF_HUB_OFFLINE is set: unset it" if HF_HUB_OFFLINE else "the hub cannot be reached: check the network"
+        raise CosyH3Error(f"{name} is not in the local cache, and {offline}") from e
     except HfHubHTTPError as e:
         raise CosyH3Error(f"cannot fetch {name} from the hub: {str(e).strip().splitlines()[0]}") from e
     except OSError as e:  # no network, no space
@@ -88,8 +99,6 @@ def read_config(folder):
 
 def _check(folder, model, weights):
     """The weights fit the model: MLX's own message would be a list of every name."""
-    from mlx.utils import tree_flatten
-
     expected = {name: a.shape for name, a in tree_flatten(model.parameters())}
     for what, names in (("lacks", expected.keys() - weights.keys()), ("has an unknown", weights.keys() - expected.keys())):
         if names:

@@ -120,17 +120,18 @@ class _Run:
         if cache is not None and cache.batch_size != len(prompts):
             raise CosyH3Error(f"the cache holds {cache.batch_size} rows, but there are {len(prompts)} prompts")
         self.model, self.cache, self.max_tokens = model, cache, max_tokens
+        self.tokenizer = model.tokenizer or _NoTokenizer()
         self.filters = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
         self.penalty, self.seed, self.logprobs = repetition_penalty, seed, logprobs
         self.prompts = [self._ids(p) for p in prompts]
-        self.rows = [_Row(model.tokenizer, sampling.StopText(stop)) for _ in prompts]
+        self.rows = [_Row(self.tokenizer, sampling.StopText(stop)) for _ in prompts]
         self.prompt_tokens = [0] * len(prompts)
         self.prompt_seconds = self.seconds = 0.0
 
     def _ids(self, prompt):
         """Ids of a prompt given as text or as ids; may be empty."""
         if isinstance(prompt, str):
-            return self.model.tokenizer.encode(prompt)
+            return self.tokenizer.encode(prompt)
         ids, vocab = [int(i) for i in prompt], self.model.config.vocab_size
         for i in ids:
             if not 0 <= i < vocab:
@@ -237,6 +238,22 @@ class _Run:
             )
             for row, count in zip(self.rows, self.prompt_tokens)
         ]
+
+
+class _NoTokenizer:
+    """For a model that came without one: ids in, ids out, no text."""
+
+    def encode(self, text):
+        raise CosyH3Error("the model has no tokenizer: pass the prompt as a list of ids")
+
+    def detokenizer(self):
+        return self
+
+    def add(self, token):
+        return ""
+
+    def finish(self):
+        return ""
 
 
 class _Row:

@@ -80,24 +80,10 @@ def test_end_of_text_stops():
     model, config, io = load_golden("hybrid")
     ends = H3(H3Config.from_dict(config | {"eos_token_id": io["eos.token"].item()}))
     ends.load_weights(checkpoint_weights(golden_folder("hybrid") / "model.pt"))
-    ends.tokenizer = NoText()
     prompt = io["b1_l7.input_ids"][0].tolist()
     result = generate(ends, prompt, temperature=0, max_tokens=64)
     assert prompt + result.tokens == io["eos.sequence"].tolist()
     assert result.finish_reason == "stop"
-
-
-class NoText:
-    """Stands for the tokenizer that random models do not have."""
-
-    def detokenizer(self):
-        return self
-
-    def add(self, token):
-        return f"<{token}>"
-
-    def finish(self):
-        return ""
 
 
 def test_hidden_states():
