@@ -1,6 +1,6 @@
 """Speed and memory of H3 on this machine: against a naive version, over the context length, by method and chunk.
 
-    python benchmarks/h3.py [--quick] [--only naive,context,scan,chunk,share]
+    python benchmarks/h3.py [--size h3-tiny|125M|355M|1.3B] [--quick] [--only naive,context,scan,chunk,share]
 
 Prints tables in Markdown with ratios taken in this run. docs/LOG.md keeps dated copies.
 """
@@ -12,12 +12,22 @@ import time
 import mlx.core as mx
 import numpy as np
 
-from mlx_cosyh3 import load
 from mlx_cosyh3.h3 import CHUNK, H3, Attention, H3Config
 from mlx_cosyh3.scan import DiagonalScan, ShiftScan
 
-SMALL = {"d_model": 256, "n_layer": 10, "vocab_size": 4096, "padded_vocab_size": 4096, "eos_token_id": 4095}
-HYBRID = SMALL | {"attn_layer_idx": [3, 7], "num_heads": 4}
+GPT2 = {"vocab_size": 50257, "padded_vocab_size": 50264, "eos_token_id": 50256}
+SIZES = {  # random weights in these shapes; "pure" leaves the attention layers out
+    "h3-tiny": {"d_model": 256, "n_layer": 10, "attn_layer_idx": [3, 7], "num_heads": 4, "vocab_size": 4096,
+                "padded_vocab_size": 4096, "eos_token_id": 4095},
+    "125M": {"d_model": 768, "n_layer": 12, "attn_layer_idx": [6], "num_heads": 12} | GPT2,
+    "355M": {"d_model": 1024, "n_layer": 24, "attn_layer_idx": [8, 16], "num_heads": 16} | GPT2,
+    "1.3B": {"d_model": 2048, "n_layer": 24, "attn_layer_idx": [8, 16], "num_heads": 16} | GPT2,
+}  # fmt: skip
+
+
+def random_model(size, pure=False, kv_window=None):
+    config = SIZES[size] | ({"attn_layer_idx": []} if pure else {})
+    return H3(H3Config.from_dict(config), kv_window).init_weights()
 
 
 def seconds(function, repeat=3):
@@ -113,8 +123,8 @@ class Naive:
         return model.embeddings.as_linear(model.norm_f(r + x)), new
 
 
-def naive(quick):
-    model = H3(H3Config.from_dict(HYBRID)).init_weights()
+def naive(size, quick):
+    model = random_model(size)
     slow = Naive(model)
     L, n = (256, 32) if quick else (1024, 128)
     ids = ids_of(L)
@@ -132,16 +142,16 @@ def naive(quick):
 
     pre = seconds(lambda: prefill(model, L)), seconds(lambda: mx.eval(slow(ids, None)))
     dec = seconds(lambda: decode(model, cache, n)) / n, seconds(naive_decode) / n
-    print(f"| h3-tiny's shape, fp32 | ours | naive | ratio |\n| --- | ---: | ---: | ---: |")
+    print(f"| {size}'s shape, fp32 | ours | naive | ratio |\n| --- | ---: | ---: | ---: |")
     print(f"| prompt of {L} tokens, ms | {pre[0] * 1e3:.0f} | {pre[1] * 1e3:.0f} | {pre[1] / pre[0]:.2f} |")
     print(f"| decode, ms a token | {dec[0] * 1e3:.2f} | {dec[1] * 1e3:.2f} | {dec[1] / dec[0]:.2f} |")
 
 
-def context(quick):
+def context(size, quick):
     """Tokens per second and peak memory as the context grows, for a pure model and a hybrid with a window."""
     print("\n| context | pure: prompt tok/s | decode tok/s | peak MB | window 256: prompt tok/s | decode tok/s | peak MB |")
     print("| ---: " * 7 + "|")
-    models = [H3(H3Config.from_dict(SMALL)).init_weights(), H3(H3Config.from_dict(HYBRID), kv_window=256).init_weights()]
+    models = [random_model(size, pure=True), random_model(size, kv_window=256)]
     for n in (1024, 2048, 4096) if quick else (1024, 2048, 4096, 8192, 16384, 32768):
         cells = []
         for model in models:
@@ -155,17 +165,17 @@ def context(quick):
         print(f"| {n:,} | " + " | ".join(cells) + " |", flush=True)
 
 
-def scan(quick):
+def scan(size, quick):
     """Methods of the convolutions, one layer of D channels, a chunk of T tokens, ms."""
     rng = np.random.default_rng(0)
     print("\n| D | T | shift: fft | shift: toeplitz | shift: conv1d, filter only | diagonal: fft | diagonal: toeplitz |")
     print("| ---: " * 7 + "|")
-    for D in (256,) if quick else (256, 768):
+    for D in (SIZES[size]["d_model"],):
         taps = [rng.standard_normal(s) for s in ((D, 64), (D, 64), (D,))]
         dA = np.exp(-rng.uniform(1e-3, 0.05, (D, 32)) + 1j * rng.uniform(0, 2.7, (D, 32)))
         dB, C = (rng.standard_normal((2, D, 32)) + 1j * rng.standard_normal((2, D, 32)))
         s, S = mx.zeros((1, D, 64)), mx.zeros((1, D, 1, 1, 32), dtype=mx.complex64)
-        for T in (8, 64, 512):
+        for T in (8, 64, 512, 1024):
             x, n = mx.random.normal((1, T, D), key=mx.random.key(0)), np.array([T])
             cells = [lambda f=ShiftScan(*taps, m): f(x, s, n) for m in ("fft", "toeplitz")]
             weight, padded = mx.array(taps[1].astype(np.float32))[..., None], mx.pad(x, [(0, 0), (63, 0), (0, 0)])
@@ -175,9 +185,9 @@ def scan(quick):
             print(f"| {D} | {T} | " + " | ".join(f"{t:.2f}" for t in times) + " |", flush=True)
 
 
-def chunk(quick):
+def chunk(size, quick):
     """Which chunk of the prompt to read at once."""
-    model = H3(H3Config.from_dict(SMALL)).init_weights()
+    model = random_model(size, pure=True)
     n = 1024 if quick else 4096
     print(f"\n| chunk | prompt of {n}, tok/s | peak MB |\n| ---: | ---: | ---: |")
     for size in (64, 128, 256, 512, 1024, 2048):
@@ -188,11 +198,11 @@ def chunk(quick):
         print(f"| {size}{star} | {n / t:.0f} | {mx.get_peak_memory() / 1e6:.0f} |", flush=True)
 
 
-def share(quick):
-    """What the attention layers of h3-tiny cost without a window, as the context grows."""
-    model = load()
+def share(size, quick):
+    """What the attention layers cost without a window, as the context grows."""
+    model = random_model(size)
     print("\n| context | prompt tok/s | of it attention | decode ms a token | of it attention |\n" + "| ---: " * 5 + "|")
-    for n in (1024,) if quick else (1024, 4096, 8192):
+    for n in (2048,) if quick else (2048, 4096, 8192, 16384):
         cache = prefill(model, n - CHUNK)
         before = cache.copy()
         whole = seconds(lambda: prefill(model, CHUNK, before.copy()), 2)
@@ -214,12 +224,13 @@ def share(quick):
 def main():
     parts = {"naive": naive, "context": context, "scan": scan, "chunk": chunk, "share": share}
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--size", choices=SIZES, default="h3-tiny")
     parser.add_argument("--quick", action="store_true", help="small sizes")
     parser.add_argument("--only", default=",".join(parts), help="some of " + ",".join(parts))
     args = parser.parse_args()
-    print(f"mlx {mx.__version__}, {mx.default_device()}, {platform.machine()} {platform.system()}")
+    print(f"{args.size}, mlx {mx.__version__}, {mx.default_device()}, {platform.machine()} {platform.system()}")
     for name in args.only.split(","):
-        parts[name](args.quick)
+        parts[name](args.size, args.quick)
 
 
 if __name__ == "__main__":

@@ -290,6 +290,8 @@ class H3(nn.Module, TextGeneration):
         lengths   tokens in each row, for prompts of different lengths (padding at the end; each >= 1)."""
         B, L = ids.shape
         lengths = np.full(B, L) if lengths is None else np.asarray(lengths)
+        if L == 0 or (lengths < 1).any():
+            raise ValueError(f"prefill needs a token in each row, not ids {[B, L]} with lengths {lengths.tolist()}")
         last = None  # [B, D] hidden states of each row's last token so far
         for start in range(0, L, chunk):
             part = ids[:, start : start + chunk]
