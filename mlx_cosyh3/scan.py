@@ -7,8 +7,9 @@ A chunk of T tokens is cut into blocks of b. With x the inputs of a block and S 
 
 Only the short recurrence over blocks is sequential; the rest are matrix products, batched over channels. The
 convolution inside a block is a product with a Toeplitz matrix, or a real FFT of twice the block; the 64-tap shift
-filter is one FFT over the chunk, or the same Toeplitz products. docs/LOG.md tells which is faster where; the defaults
-below are the winners. What lies behind a row's length (batches of ragged prompts) never enters its state.
+filter is one FFT over the chunk, or the same Toeplitz products. The defaults are what measured faster (docs/LOG.md):
+Toeplitz, but for the shift filter on a CPU. What lies behind a row's length (batches of ragged prompts) never enters
+its state.
 
 Coefficients are made in float64 with numpy. A block's powers of A are the product of two short tables, A^(8 i) and
 A^j: one rounding each, and an eighth of the memory.
@@ -24,9 +25,12 @@ LOW = 8  # blocks are multiples of this
 class ShiftScan:
     """The shift SSM, s[n] <- s[n-1] + B[n] x, y = sum_n C[n] s[n] + D x: per channel an FIR filter of N taps.
 
-    B, C [channels, N] and D [channels] in numpy float64."""
+    B, C [channels, N] and D [channels] in numpy float64. method None: by device."""
 
-    def __init__(self, B, C, D, method="fft"):
+    def __init__(self, B, C, D, method=None):
+        if method is None:
+            # MLX's CUDA FFT must not run in two threads at once (0.32.4: wrong numbers, crashes): none on a GPU.
+            method = "fft" if mx.default_device().type == mx.cpu else "toeplitz"
         N = B.shape[1]
         taps = np.stack([(C[:, j:] * B[:, : N - j]).sum(1) for j in range(N)], axis=1)
         taps[:, 0] += D
