@@ -152,7 +152,7 @@ def context(size, quick):
     print("\n| context | pure: prompt tok/s | decode tok/s | peak MB | window 256: prompt tok/s | decode tok/s | peak MB |")
     print("| ---: " * 7 + "|")
     models = [random_model(size, pure=True), random_model(size, kv_window=256)]
-    for n in (1024, 2048, 4096) if quick else (1024, 2048, 4096, 8192, 16384, 32768):
+    for n in (1024, 2048, 4096) if quick else (1024, 2048, 4096, 8192, 16384, 32768, 65536):
         cells = []
         for model in models:
             mx.clear_cache()

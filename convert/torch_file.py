@@ -39,7 +39,8 @@ def read_torch(path, record="data.pkl"):
             return _read_zip(source, record)
         return _read_legacy(source)
     except CheckpointError as e:
-        raise CheckpointError(f"{path}: {e}") from None
+        text = str(e)  # which may hold names from the file, of any length
+        raise CheckpointError(f"{path}: {text if len(text) <= 800 else text[:800] + ' ...'}") from None
 
 
 def find_tensors(value):

@@ -78,6 +78,8 @@ RUNS = {
                     "torch.serialization.os.system"),
     "private door": (
         b"\x80\x04" + unicode("random") + unicode("_os.system") + b"\x93" + unicode("x") + b"\x85R.", "_os"),
+    "door in a module": (b"\x80\x02" + text("torch.subprocess.Popen") + ECHO + b"R.", "torch.subprocess.Popen"),
+    "module as a name": (b"\x80\x02" + text("torch.serialization.os") + b".", "torch.serialization.os"),
     "dunder": (
         b"\x80\x04" + unicode("collections") + unicode("OrderedDict.__reduce_ex__") + b"\x93.", "__reduce_ex__"),
     "attribute of a class": (
@@ -153,7 +155,7 @@ REFUSED = {
     "protocol 6": (b"\x80\x06N.", "pickle protocol 6"),
     "buffer": (b"\x80\x05\x97.", "unknown opcode 0x97"),
     "stop on nothing": (b"\x80\x02.", "nothing to take"),
-    "below a mark": (b"\x80\x02N(0R.", "nothing to take"),
+    "below a mark": (b"\x80\x02N(\x85.", "nothing to take"),
     "memo unset": (b"\x80\x02h\x05.", "memo 5 is used before"),
     "left over": (b"\x80\x02NN.", "left over"),
     "list as key": (b"\x80\x02}]Ns.", "a list as a key"),
@@ -276,6 +278,15 @@ def test_tensors_cannot_be_built_in_circles(tmp_path):
     stream = b"\x80\x02" + name + b"q\x00" + b"(h\x00Nh\x00NtR."
     with pytest.raises(CheckpointError, match="a tensor subclass that is not built from a tensor"):
         read_torch(write(tmp_path, streams.archive(stream)))
+
+
+def test_names_in_a_file_cannot_flood_the_message(tmp_path):
+    key = b"X" + struct.pack("<I", 60000) + b"a\n" * 30000
+    stream = b"\x80\x02" + streams.tensor((2,), (1,)).replace(b"X\x01\x00\x00\x000", key) + b"."
+    for data in (streams.archive(stream), streams.legacy(stream)):
+        with pytest.raises(CheckpointError) as e:
+            read_torch(write(tmp_path, data))
+        assert len(str(e.value)) < 1200 and "\n" not in str(e.value)
 
 
 # -- the rule about names --------------------------------------------------------------------------------------

@@ -164,6 +164,19 @@ def test_views_and_copies(tmp_path, make):
     assert spread.numpy().tolist() == [[3, 4]] * 3
 
 
+def test_storages_at_odd_addresses_are_copied(tmp_path):
+    owned = set()
+    for padding in range(1, 9):  # the old container aligns nothing
+        stream = b"\x80\x02(C" + bytes([padding]) + bytes(padding) + streams.tensor((2, 2), (2, 1), view=b"N") + b"t."
+        data = streams.legacy(stream, streams.KEYS, streams.DATA)
+        _, tensor = read_torch(write(tmp_path, data))
+        values = tensor.numpy()
+        assert values.tolist() == [[1, 2], [3, 4]] and values.flags.aligned
+        assert values.flags.owndata == bool((len(data) - 16) % 4) and tensor.rows(1, 2).tolist() == [[3, 4]]
+        owned.add(values.flags.owndata)
+    assert owned == {True, False}
+
+
 def test_aligned_tensors_are_views_into_the_file():
     value = read_torch(GOLDEN / "layouts.zip2.pt")  # PyTorch aligns the storages of its archives
     for key in ("whole", "row", "parameter"):

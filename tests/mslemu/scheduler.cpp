@@ -303,22 +303,17 @@ static void set_attributes(const u32* groups) {
             }
 }
 
+static u32 gcd(u32 a, u32 b) { return b ? gcd(b, a % b) : a; }
+
 static void run_groups() {
     u32 groups[3];
     for (int d = 0; d < 3; d++) groups[d] = (D->grid[d] + D->threadgroup[d] - 1) / D->threadgroup[d];
     u32 total = groups[0] * groups[1] * groups[2];
+    u32 stride = 1 + mix(D->seed) % total;  // random order: a stride that has no factor in common with their number
+    while (gcd(stride, total) != 1) stride = stride % total + 1;
     for (u32 i = 0; i < total && !D->aborted; i++) {
         u32 g = D->order == 1 ? total - 1 - i : i;
-        if (D->order == 2) {  // a walk through all groups with a stride that has no factor in common with their number
-            u32 stride = 1 + mix(D->seed) % total, a = stride, b = total;
-            for (; b; a = total) {
-                for (a = stride, b = total; b;) { u32 c = a % b; a = b; b = c; }
-                if (a == 1) break;
-                stride = stride % total + 1;
-                b = 1;
-            }
-            g = (u32)(((u64)i * stride + mix(D->seed + 1)) % total);
-        }
+        if (D->order == 2) g = (u32)(((u64)i * stride + mix(D->seed + 1)) % total);
         group_id = g;
         group_position[0] = g % groups[0];
         group_position[1] = g / groups[0] % groups[1];

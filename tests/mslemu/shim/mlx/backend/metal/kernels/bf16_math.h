@@ -1,0 +1,1 @@
+#pragma once  // the functions of bfloat are in msl_math.h

@@ -1,0 +1,1 @@
+#pragma once  // os_log needs Apple's compiler
