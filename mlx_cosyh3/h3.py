@@ -208,15 +208,8 @@ class H3(nn.Module, TextGeneration):
         self.norm_f = nn.LayerNorm(config.d_model, eps=config.layer_norm_epsilon)
         if not config.tie_word_embeddings:
             self.lm_head = nn.Linear(config.d_model, config.padded_vocab_size, bias=False)
-        self._own = {"config": config, "tokenizer": None, "kv_window": kv_window, "fingerprint": None}
-
-    # What is not a parameter stays out of nn.Module's dictionary, or it would be taken for one.
-    config = property(lambda self: self._own["config"])
-    fingerprint = property(lambda self: self._own["fingerprint"])
-    kv_window = property(lambda self: self._own["kv_window"])
-    tokenizer = property(
-        lambda self: self._own["tokenizer"], lambda self, tokenizer: self._own.__setitem__("tokenizer", tokenizer)
-    )
+        self.config, self.kv_window = config, kv_window
+        self.tokenizer = self.fingerprint = None
 
     def load_weights(self, *args, **kwargs):
         super().load_weights(*args, **kwargs)
@@ -226,7 +219,7 @@ class H3(nn.Module, TextGeneration):
         """Make the tables from the weights and evaluate everything, so that any thread may use the model."""
         tables = [a for layer in self.layers if isinstance(layer.mixer, H3Mixer) for a in layer.mixer.prepare()]
         mx.eval(self.parameters(), tables)
-        self._own["fingerprint"] = fingerprint(self)
+        self.fingerprint = fingerprint(self)
         self.freeze()
         self.eval()
         return self

@@ -163,9 +163,14 @@ class _Run:
         self.prompt_tokens = lengths.tolist()
 
         started = time.perf_counter()
-        cache.pending = None
-        drawn = self._draw(model.prefill(mx.array(ids), cache, lengths))
-        mx.eval(drawn)
+        before, cache.pending = cache.copy(), None
+        try:
+            drawn = self._draw(model.prefill(mx.array(ids), cache, lengths))
+            mx.eval(drawn)
+        except BaseException:  # interrupted, or out of memory: half a prompt is of no use to the caller
+            cache.take_from(before)
+            raise
+        del before
         self.prompt_seconds = time.perf_counter() - started
         owed = None
         try:

@@ -14,7 +14,7 @@ HYBRID = {"attn_layer_idx": [1], "num_heads": 4, "rotary_emb_dim": 8}
 @pytest.fixture(scope="module", params=[None, 16])
 def model(request):
     model = random_h3(1, **HYBRID)
-    model._own["kv_window"] = request.param
+    model.kv_window = request.param
     return model
 
 
@@ -132,3 +132,23 @@ def test_refusals(model, tmp_path):
         cache.save(tmp_path / "no such folder" / "state")
     with pytest.raises(CosyH3Error, match="holds 2 rows"):
         model.make_cache(2).repeated(3)
+
+
+def test_a_full_disk_loses_nothing(model, tmp_path):
+    """Simulated with a limit on file sizes: one line, the old file untouched, nothing half-written beside it."""
+    import resource
+
+    path = tmp_path / "state"
+    cache = model.make_cache()
+    cache.save(path)
+    before = path.read_bytes()
+    model.prefill(ids(30), cache)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (5000, hard))
+    try:
+        with pytest.raises(CosyH3Error, match="cannot write the state"):
+            cache.save(path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert path.read_bytes() == before
+    assert [p.name for p in tmp_path.iterdir()] == ["state"]

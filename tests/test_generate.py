@@ -227,3 +227,23 @@ def test_non_finite_values_are_reported(model):
             list(stream_generate(model, "the"))
     finally:
         model.norm_f.weight = weight
+
+
+def test_an_interrupted_prompt_leaves_the_cache_alone(model, monkeypatch):
+    cache = model.make_cache()
+    generate(model, "the cat", max_tokens=3, temperature=0, cache=cache)
+    length, pending = cache.length, cache.pending
+    real, calls = model.step, []
+
+    def interrupted(ids, cache, lengths=None, chunk=512):
+        calls.append(1)
+        real(ids[:, 0], cache)  # some of it was read
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(type(model), "prefill", lambda self, *a, **k: interrupted(*a, **k))
+    with pytest.raises(KeyboardInterrupt):
+        generate(model, " and", max_tokens=3, cache=cache)
+    monkeypatch.undo()
+    assert calls and (cache.length, cache.pending) == (length, pending)
+    want = generate(model, "the cat", max_tokens=6, temperature=0).tokens
+    assert generate(model, "", max_tokens=3, temperature=0, cache=cache).tokens == want[3:]

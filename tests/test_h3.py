@@ -25,7 +25,7 @@ KINDS = {
 def model(request):
     model = random_h3(1, **KINDS[request.param])
     if request.param == "window":
-        model._own["kv_window"] = 9
+        model.kv_window = 9
     return model
 
 
@@ -70,7 +70,7 @@ def test_prefill_and_step_equal_a_longer_prefill(model, length):
 @given(length=st.integers(1, 200), chunk=st.integers(1, 90), kind=st.sampled_from(sorted(KINDS)))
 def test_any_length_any_chunk(length, chunk, kind):
     model = random_h3(2, **KINDS[kind])
-    model._own["kv_window"] = 11 if kind == "window" else None
+    model.kv_window = 11 if kind == "window" else None
     ids = ids_of(model, 1, length + 1, seed=length)
     last, cache = read(model, ids[:, :length], chunk=chunk)
     stepped = model.step(ids[:, length], cache)
@@ -118,7 +118,7 @@ def test_a_second_ragged_prompt(model):
 def test_window_sees_exactly_the_last_tokens():
     """With one attention layer alone, tokens further back than the window change nothing; the last inside does."""
     model = random_h3(3, n_layer=1, attn_layer_idx=[0], num_heads=4)
-    model._own["kv_window"] = 8
+    model.kv_window = 8
     ids = ids_of(model, 1, 600)
     last, _ = read(model, ids)
     for position, seen in ((600 - 9, False), (600 - 8, True)):
@@ -134,7 +134,7 @@ def test_memory_does_not_grow_with_the_prompt(kind):
     """65,536 tokens at the same peak as 8,192."""
     model = random_h3(4, d_model=16, d_state=16, n_layer=2, **({} if kind == "pure" else
                       {"attn_layer_idx": [1], "num_heads": 2}))  # fmt: skip
-    model._own["kv_window"] = None if kind == "pure" else 64
+    model.kv_window = None if kind == "pure" else 64
     peaks = []
     for length in (8192, 65536):
         ids = ids_of(model, 1, length)

@@ -146,7 +146,9 @@ struct array {
 }  // namespace metal
 
 template <typename To, typename From>
-constexpr To as_type(From x) {
+inline __attribute__((always_inline)) To as_type(From x) {
   static_assert(sizeof(To) == sizeof(From), "as_type between types of different size");
-  return __builtin_bit_cast(To, x);
+  To to;
+  __builtin_memcpy((void*)&to, (const void*)&x, sizeof(To));
+  return to;
 }

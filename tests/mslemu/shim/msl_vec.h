@@ -48,8 +48,6 @@ template <typename T> struct vec_data<T, 4> {
   constexpr vec_data(T p, T q, T s, T t) : v{p, q, s, t} {}
 };
 
-template <typename T> struct vec_data<T, 8>;
-
 template <typename T, int N>
 struct alignas(sizeof(T) * (N == 3 ? 4 : N)) vec : vec_data<T, N> {
   using base = vec_data<T, N>;
@@ -106,12 +104,7 @@ struct packed_vec {
 #define MSL_NAMES(T)                                                                   \
   typedef vec<T, 2> T##2; typedef vec<T, 3> T##3; typedef vec<T, 4> T##4;              \
   typedef packed_vec<T, 2> packed_##T##2; typedef packed_vec<T, 3> packed_##T##3; typedef packed_vec<T, 4> packed_##T##4;
-MSL_NAMES(bool) MSL_NAMES(uchar) MSL_NAMES(short) MSL_NAMES(ushort) MSL_NAMES(int) MSL_NAMES(uint)
+MSL_NAMES(bool) MSL_NAMES(char) MSL_NAMES(uchar) MSL_NAMES(short) MSL_NAMES(ushort) MSL_NAMES(int) MSL_NAMES(uint)
 MSL_NAMES(long) MSL_NAMES(ulong) MSL_NAMES(half) MSL_NAMES(float) MSL_NAMES(bfloat)
 #undef MSL_NAMES
-typedef vec<int8_t, 2> char2; typedef vec<int8_t, 3> char3; typedef vec<int8_t, 4> char4;
-typedef packed_vec<int8_t, 2> packed_char2; typedef packed_vec<int8_t, 3> packed_char3; typedef packed_vec<int8_t, 4> packed_char4;
-
-template <typename T> struct make_scalar { typedef T type; };
-template <typename T, int N> struct make_scalar<vec<T, N>> { typedef T type; };
 }  // namespace metal
