@@ -1,10 +1,7 @@
 """What `generate` and `repl` share: the options and how they are spelt, streaming to stdout, statistics."""
 
-import inspect
-
 from mlx_cosyh3.errors import CosyH3Error, nearest
-from mlx_cosyh3.sampling import StopText, check_options
-from mlx_cosyh3.textgen import TextGeneration
+from mlx_cosyh3.textgen import TextOptions
 
 # name -> (type, placeholder, help). Defaults are those of the Python function.
 OPTIONS = {
@@ -21,14 +18,12 @@ OPTIONS = {
         r"end at this text, which is not shown (but is part of the state); \n, \t, \\ as in a program",
     ),
 }
-_SIGNATURE = inspect.signature(TextGeneration.generate).parameters
-DEFAULTS = {name: _SIGNATURE[name].default for name in OPTIONS}
+DEFAULTS = {name: getattr(TextOptions(), name) for name in OPTIONS}
 
 
 def check(options):
     """Raise CosyH3Error unless all `options` (a dict with OPTIONS' names) can be used."""
-    check_options(**{name: value for name, value in options.items() if name != "stop"})
-    StopText(options["stop"])
+    TextOptions(**options)
 
 
 def parse_option(name, text):

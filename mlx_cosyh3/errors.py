@@ -3,6 +3,7 @@
 The command line prints them as they are and exits with 2; anything else is a bug and keeps its traceback.
 """
 
+import dataclasses
 import difflib
 
 
@@ -12,6 +13,15 @@ class CosyH3Error(ValueError):
 
 class CheckpointError(CosyH3Error):
     """A checkpoint that cannot be read, or that does not hold the model it should."""
+
+
+def take_options(cls, given):
+    """The options dataclass `cls` made of keyword arguments; a name it lacks is a TypeError that suggests one."""
+    known = [f.name for f in dataclasses.fields(cls)]
+    for name in given:
+        if name not in known:
+            raise TypeError(f"there is no option {name!r}{nearest(name, known)}")
+    return cls(**given)
 
 
 def nearest(name, known):

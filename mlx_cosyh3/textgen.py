@@ -6,125 +6,99 @@ prompt and what was generated. Knows nothing of any model but `prefill`, `step`,
 """
 
 import time
+from dataclasses import dataclass
 
 import mlx.core as mx
 import numpy as np
 
 from mlx_cosyh3 import sampling
-from mlx_cosyh3.errors import CosyH3Error
+from mlx_cosyh3.errors import CosyH3Error, take_options
 from mlx_cosyh3.results import TextResult
 from mlx_cosyh3.stream import Stream
 
 CLEAR_EVERY = 256  # tokens between returns of MLX's free buffers to the system
 
 
+@dataclass(kw_only=True)
+class TextOptions:
+    """What `generate`, `stream_generate` and `batch_generate` take for a language model.
+
+    max_tokens           most tokens to draw
+    temperature          0 = always the likeliest; top_k, top_p, min_p apply in this order (0, 1, 0 = off)
+    repetition_penalty   > 1 makes tokens that occurred in this call's prompt or text less likely
+    seed                 the same seed gives the same text, in any thread; None = another one each time
+    stop                 text that ends the generation, and is not returned: a string or several
+    cache                `model.make_cache()`: start from what it has read, and leave it after the text
+    logprobs             return each token's log-probability, too"""
+
+    max_tokens: int = 256
+    temperature: float = 0.8
+    top_k: int = 50
+    top_p: float = 0.9
+    min_p: float = 0.0
+    repetition_penalty: float = None
+    seed: int = None
+    stop: tuple = ()
+    cache: object = None
+    logprobs: bool = False
+
+    def __post_init__(self):
+        sampling.check_options(
+            self.max_tokens, self.temperature, self.top_k, self.top_p, self.min_p, self.repetition_penalty, self.seed
+        )
+        sampling.StopText(self.stop)
+
+
 class TextGeneration:
     """generate, stream_generate and batch_generate for a language model (a mix-in)."""
 
-    def generate(
-        self,
-        prompt,
-        *,
-        max_tokens=256,
-        temperature=0.8,
-        top_k=50,
-        top_p=0.9,
-        min_p=0.0,
-        repetition_penalty=None,
-        seed=None,
-        stop=(),
-        cache=None,
-        logprobs=False,
-    ):
-        """Continue `prompt` (text, or a list of ids) -> TextResult.
-
-        max_tokens           most tokens to draw
-        temperature          0 = always the likeliest; top_k, top_p, min_p apply in this order (0, 1, 0 = off)
-        repetition_penalty   > 1 makes tokens that occurred in this call's prompt or text less likely
-        seed                 the same seed gives the same text, in any thread; None = another one each time
-        stop                 text that ends the generation, and is not returned: a string or several
-        cache                `model.make_cache()`: start from what it has read, and leave it after the text
-        logprobs             return each token's log-probability, too
+    def generate(self, prompt, **options):
+        """Continue `prompt` (text, or a list of ids) -> TextResult. For the options see TextOptions.
 
         An empty prompt starts from the end-of-text token (with a cache that has read something: goes on from there).
         Raises CosyH3Error for a value out of range, text that cannot be encoded, or a cache of another model."""
-        run = self._run([prompt], locals())
+        run = _Run(self, [prompt], take_options(TextOptions, options))
         for _ in run.steps():
             continue
-        return run.results()[0]
+        return run.result()
 
-    def stream_generate(
-        self,
-        prompt,
-        *,
-        max_tokens=256,
-        temperature=0.8,
-        top_k=50,
-        top_p=0.9,
-        min_p=0.0,
-        repetition_penalty=None,
-        seed=None,
-        stop=(),
-        cache=None,
-        logprobs=False,
-    ):
+    def stream_generate(self, prompt, **options):
         """`generate` as an iterator of text pieces, none of which splits a character -> Stream.
 
-        Takes `generate`'s options. `stream.result` is there when the stream has ended or was closed."""
-        return Stream(self._run([prompt], locals()))
+        `stream.result` is there when the stream has ended or was closed."""
+        return Stream(_Run(self, [prompt], take_options(TextOptions, options)))
 
-    def batch_generate(
-        self,
-        prompts,
-        *,
-        max_tokens=256,
-        temperature=0.8,
-        top_k=50,
-        top_p=0.9,
-        min_p=0.0,
-        repetition_penalty=None,
-        seed=None,
-        stop=(),
-        cache=None,
-        logprobs=False,
-    ):
+    def batch_generate(self, prompts, **options):
         """`generate` for several prompts of any lengths at once -> list of TextResult.
 
         `seed` may be a list; with one seed s, row r draws what `generate` draws with s + r. `cache`, of one row or of
         as many as there are prompts, is where all start from; it is left as it was."""
         if isinstance(prompts, str):
             raise CosyH3Error(f"batch_generate takes a list of prompts, not the text {prompts[:40]!r}")
+        o = take_options(TextOptions, options)
         if len(prompts) == 0:
             return []
-        options = locals()
-        options["cache"] = None if cache is None else cache.repeated(len(prompts))
-        run = self._run(list(prompts), options)
+        o.cache = None if o.cache is None else o.cache.repeated(len(prompts))
+        run = _Run(self, list(prompts), o)
         for _ in run.steps():
             continue
         return run.results()
-
-    def _run(self, prompts, o):
-        return _Run(self, prompts, **{k: v for k, v in o.items() if k not in ("self", "prompt", "prompts")})
 
 
 class _Run:
     """One generation of one or more rows, on the thread that iterates over `steps`."""
 
-    def __init__(
-        self, model, prompts, max_tokens, temperature, top_k, top_p, min_p, repetition_penalty, seed, stop, cache,
-        logprobs,
-    ):  # fmt: skip
-        sampling.check_options(max_tokens, temperature, top_k, top_p, min_p, repetition_penalty, seed)
+    def __init__(self, model, prompts, options):
+        o, cache = options, options.cache
         if cache is not None and cache.fingerprint != model.fingerprint:
             raise CosyH3Error("the cache belongs to another model: make one with model.make_cache()")
         if cache is not None and cache.batch_size != len(prompts):
             raise CosyH3Error(f"the cache holds {cache.batch_size} rows, but there are {len(prompts)} prompts")
-        self.model, self.cache, self.max_tokens = model, cache, max_tokens
+        self.model, self.options, self.cache = model, o, cache
         self.tokenizer = model.tokenizer or _NoTokenizer()
-        self.filters = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
-        self.penalty, self.seed, self.logprobs = repetition_penalty, seed, logprobs
+        self.filters = {"temperature": o.temperature, "top_k": o.top_k, "top_p": o.top_p, "min_p": o.min_p}
         self.prompts = [self._ids(p) for p in prompts]
-        self.rows = [_Row(self.tokenizer, sampling.StopText(stop)) for _ in prompts]
+        self.rows = [_Row(self.tokenizer, sampling.StopText(o.stop)) for _ in prompts]
         self.prompt_tokens = [0] * len(prompts)
         self.prompt_seconds = self.seconds = 0.0
 
@@ -158,8 +132,8 @@ class _Run:
         for r, row in enumerate(rows):
             ids[r, : len(row)] = row
             seen[r, row] = True
-        self.seen = None if self.penalty is None else mx.array(seen)
-        self.keys = sampling.row_keys(self.seed, len(rows))
+        self.seen = None if self.options.repetition_penalty is None else mx.array(seen)
+        self.keys = sampling.row_keys(self.options.seed, len(rows))
         self.prompt_tokens = lengths.tolist()
 
         started = time.perf_counter()
@@ -174,9 +148,9 @@ class _Run:
         self.prompt_seconds = time.perf_counter() - started
         owed = None
         try:
-            for n in range(self.max_tokens):
+            for n in range(self.options.max_tokens):
                 mark = cache.mark()
-                if n + 1 < self.max_tokens:
+                if n + 1 < self.options.max_tokens:
                     following = self._draw(model.step(drawn[0], cache))
                     mx.async_eval(following)
                 owed, texts = self._read(drawn, n)
@@ -194,13 +168,13 @@ class _Run:
     def _draw(self, logits):
         """logits [B, padded vocabulary] -> ids int32 [B], whether all was finite, log-probabilities [B] (or nothing)."""
         raw = logits[:, : self.model.config.vocab_size]
-        logits = raw if self.seen is None else sampling.penalize(raw, self.seen, self.penalty)
+        logits = raw if self.seen is None else sampling.penalize(raw, self.seen, self.options.repetition_penalty)
         self.keys, now = sampling.next_keys(self.keys)
         ids = sampling.sample(logits, now, **self.filters)
         if self.seen is not None:
             self.seen = mx.put_along_axis(self.seen, ids[:, None], mx.array(True), axis=1)
         drawn = [ids, mx.isfinite(raw).all()]
-        if self.logprobs:
+        if self.options.logprobs:
             raw = raw.astype(mx.float32)
             picked = mx.take_along_axis(raw, ids[:, None], axis=-1)[:, 0]
             drawn.append(picked - mx.logsumexp(raw, axis=-1))
@@ -211,9 +185,9 @@ class _Run:
         if not drawn[1].item():
             raise CosyH3Error(f"the model gave a non-finite value (inf or NaN) at token {n + 1}: try --dtype float32")
         tokens = drawn[0].tolist()
-        logprobs = drawn[2].tolist() if self.logprobs else [None] * len(tokens)
+        logprobs = drawn[2].tolist() if self.options.logprobs else [None] * len(tokens)
         eos = self.model.config.eos_token_id
-        last = n + 1 == self.max_tokens
+        last = n + 1 == self.options.max_tokens
         texts = [row.add(t, p, t == eos, last) for row, t, p in zip(self.rows, tokens, logprobs)]
         # After an end-of-text token the cache holds the text before it, so that a caller may go on.
         return (None if len(tokens) == 1 and tokens[0] == eos else tokens), texts
@@ -236,7 +210,7 @@ class _Run:
                 seconds={"prompt": self.prompt_seconds, "generation": self.seconds},
                 text="".join(row.text),
                 tokens=row.tokens,
-                logprobs=row.logprobs if self.logprobs else None,
+                logprobs=row.logprobs if self.options.logprobs else None,
                 prompt_tokens=count,
                 prompt_tps=count / max(self.prompt_seconds, 1e-9),
                 generation_tps=max(0, len(row.tokens) - 1) / max(self.seconds, 1e-9),  # the first came with the prompt

@@ -210,7 +210,7 @@ def test_refusals(model):
         generate(model, [1, model.config.vocab_size])
     with pytest.raises(CosyH3Error, match="list of prompts"):
         batch_generate(model, "the")
-    with pytest.raises(TypeError, match="no option 'temprature', nearest known: 'temperature'"):
+    with pytest.raises(TypeError, match="there is no option 'temprature', nearest known: 'temperature'"):
         generate(model, "the", temprature=1)
     with pytest.raises(TypeError, match="load"):
         generate("h3", "the")

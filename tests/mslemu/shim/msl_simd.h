@@ -7,11 +7,11 @@ struct source_location {  // what __builtin_source_location() asks for
 }  // namespace std
 
 namespace msl {
-typedef const std::source_location::__impl* Site;
+typedef const void* Site;  // a source_location::__impl: line and column of the call
 struct Ids {
   struct alignas(16) Three {
     uint x, y, z, pad;
-    operator metal::uint3() const { return metal::uint3(x, y, z); }
+    MSL_HIDDEN operator metal::uint3() const { return metal::uint3(x, y, z); }
   };
   Three dispatch_threads_per_threadgroup, grid_origin, grid_size, thread_position_in_grid, thread_position_in_threadgroup,
       threadgroup_position_in_grid, threadgroups_per_grid, threads_per_grid, threads_per_threadgroup;
