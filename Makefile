@@ -18,11 +18,14 @@ else
 EXTRAS := test
 endif
 
+PROMPT := It was a dark and stormy night, and
+
 .PHONY: demo test clean
 
 demo: $(VENV)/.installed
-	@echo '$$ mlx_cosyh3 generate "It was a dark and stormy night, and" --seed 1 --max-tokens 120'
-	@$(PRELOAD) MLX_DISABLE_COMPILE=1 $(BIN)/mlx_cosyh3 generate "It was a dark and stormy night, and" --seed 1 --max-tokens 120
+	@echo '$$ mlx_cosyh3 generate "$(PROMPT)" --seed 1 --max-tokens 120'
+	@printf '%s' '$(PROMPT)'
+	@$(PRELOAD) MLX_DISABLE_COMPILE=1 $(BIN)/mlx_cosyh3 generate '$(PROMPT)' --seed 1 --max-tokens 120
 	@echo
 	@echo 'Talk to it:  $(BIN)/mlx_cosyh3 repl'
 

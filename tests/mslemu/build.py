@@ -24,7 +24,7 @@ KERNEL = "kernel.metal"
 BASE = (
     "-std=c++17 -g -fPIC -fno-exceptions -fno-rtti -fexcess-precision=16 -mf16c -fsingle-precision-constant"
     " -ftrivial-auto-var-init=pattern -fno-strict-aliasing -fno-builtin-memcpy -fno-builtin-memset -fvisibility=hidden"
-    " -Wno-attributes -Wno-literal-suffix -Wuninitialized -nostdinc++"
+    " -Wno-attributes -Wno-literal-suffix -Wuninitialized -nostdinc++ -fno-math-errno"
 ).split()
 CHECKS = (
     "-O1 -fsanitize=thread,alignment,bounds,shift,integer-divide-by-zero,float-cast-overflow,signed-integer-overflow,return"

@@ -9,12 +9,14 @@ Constructor and call take what MLX's own take. A finding raises MslError. How a 
 import contextlib
 import contextvars
 import ctypes
+import re
 from dataclasses import dataclass, field, replace
 
 import mlx.core as mx
 import numpy as np
 
 from . import build, wrapper
+from .flops import Flops, total_flops
 
 ORDERS = ("forward", "reverse", "random")
 MAX_THREADS = 1024
@@ -27,7 +29,7 @@ class Settings:
     seed: int = 0  # of the random order and of the noise
     contract: str = "off"  # off | fast: may the compiler fuse a * b + c?
     noise: bool = False  # perturb exp and friends by what Metal allows
-    check: str = "full"  # full | fast: without any check
+    check: str = "full"  # full | fast: without any check | count: float operations
     allow: dict = field(default_factory=dict)  # kind -> part of the source line that may do it ("" = any line)
     watchdog: float = 60.0  # seconds of CPU time
 
@@ -105,16 +107,15 @@ class Traffic:
 
 @dataclass
 class Report:
-    """What the last call of a kernel did (full checks only)."""
+    """What the last call of a kernel did: the traffic with check="full", the operations with check="count"."""
 
     buffers: dict  # parameter name -> Traffic
     threadgroup: Traffic
     threadgroup_bytes: int  # allocated by a threadgroup
     barriers: int
     simd_ops: int
-    simd_flops: int  # in reductions over a simdgroup
-    matrix_flops: int  # in simdgroup matrix products
     allowed: list  # findings that `allow` let pass
+    flops: Flops = None
 
 
 class _Buffer(ctypes.Structure):
@@ -147,6 +148,7 @@ class _Dispatch(ctypes.Structure):
         ("tg_written", ctypes.c_uint64), ("tg_bytes", ctypes.c_uint64), ("matrix_flops", ctypes.c_uint64),
         ("simd_flops", ctypes.c_uint64), ("barriers", ctypes.c_uint64), ("simd_ops", ctypes.c_uint64),
         ("buffer", ctypes.POINTER(_Buffer)), ("finding", ctypes.POINTER(_Finding)),
+        ("hits", ctypes.c_void_p),
     ]  # fmt: skip
 
 
@@ -214,7 +216,7 @@ class metal_kernel:  # noqa: N801 (it stands in for a function of MLX)
         buffers, keep, outputs = self._buffers(text, inputs, output_shapes, output_dtypes, init_value)
         finer = 0
         while True:
-            dispatch, found = _run(path, cfg, grid, threadgroup, buffers, finer)
+            dispatch, found, hits = _run(path, cfg, grid, threadgroup, buffers, finer)
             if not dispatch.finer or finer:
                 break
             finer = 1  # an access smaller than an element: again, with shadow cells of a byte
@@ -229,7 +231,10 @@ class metal_kernel:  # noqa: N801 (it stands in for a function of MLX)
             raise MslError(self.name, findings, text.text)
         traffic = {p.name: Traffic(b.read, b.written) for p, b in zip(text.parameters, buffers)}
         self.report = Report(traffic, Traffic(dispatch.tg_read, dispatch.tg_written), dispatch.tg_bytes, dispatch.barriers,
-                             dispatch.simd_ops, dispatch.simd_flops, dispatch.matrix_flops, allowed)  # fmt: skip
+                             dispatch.simd_ops, allowed)  # fmt: skip
+        if hits is not None:
+            runs = {int(at): int(hits[at]) for at in np.flatnonzero(hits)}
+            self.report.flops = total_flops(path, runs, dispatch.matrix_flops, dispatch.simd_flops)
         return [to_mlx(bits, d, tuple(s)) for bits, d, s in zip(outputs, output_dtypes, output_shapes)]
 
     def _check_sizes(self, text, grid, threadgroup):
@@ -302,11 +307,14 @@ def _run(path, cfg, grid, threadgroup, buffers, finer):
                          grid=_Three(*grid), threadgroup=_Three(*threadgroup), buffers=len(buffers),
                          order=ORDERS.index(cfg.order), seed=cfg.seed, watchdog=cfg.watchdog, noise=int(cfg.noise),
                          finer=finer, buffer=buffers, finding=found)  # fmt: skip
+    hits = np.zeros(end - start, np.uint64) if cfg.check == "count" else None
+    if hits is not None:
+        dispatch.hits = hits.ctypes.data
     for b in buffers:
         b.read = b.written = 0
     if runtime.msl_run(ctypes.byref(dispatch)):
         raise MemoryError("the emulator could not map its memory")
-    return dispatch, found
+    return dispatch, found, hits
 
 
 def image_of(path):
@@ -318,11 +326,8 @@ def image_of(path):
 def _finding(f, path, lines, text, variables):
     source = lambda n: lines[n - 1] if 0 < n <= len(lines) else ""  # noqa: E731
     line = f.line or (build.kernel_line(str(path), f.pc) if f.pc else 0)
-    message = f.message.decode()
-    for i, (name, _) in enumerate(variables):
-        message = message.replace(f"variable {i} ", f"{name} ") if "tgroup" in f.kind.decode() or "variable" in message else message
-    for i, p in enumerate(text.parameters):
-        message = message.replace(f"parameter {i} ", f"{p.name} ").replace(f"parameter {i},", f"{p.name},")
+    names = {"variable": [name for name, _ in variables], "parameter": [p.name for p in text.parameters]}
+    message = re.sub(r"(variable|parameter) (\d+)", lambda m: names[m.group(1)][int(m.group(2))], f.message.decode())
     found = Finding(f.kind.decode(), message, line, source(line), count=f.count)
     if f.has_thread:
         found.thread, found.group = tuple(f.thread), tuple(f.group)
@@ -333,8 +338,6 @@ def _finding(f, path, lines, text, variables):
 
 
 def _uninitialised_locals(warnings, lines):
-    import re
-
     found = []
     for m in re.finditer(r"kernel\.metal:(\d+):\d+: warning: ‘?'?(\w+).*? is used uninitialized", warnings):
         line = int(m.group(1))

@@ -68,6 +68,7 @@ struct Dispatch {
     u64 tg_read, tg_written, tg_bytes, matrix_flops, simd_flops, barriers, simd_ops;
     Buffer* buffer;
     Finding* finding;     // MAX_FINDINGS
+    u64* hits;            // by offset in the image, or null: how often each basic block ran
 };
 
 struct Ids;  // the thread attributes, laid out as in shim/msl_simd.h
@@ -109,6 +110,7 @@ extern Region tg_region[64];
 extern int tg_regions;
 extern u64 stacks, stacks_end;
 extern volatile int inside, stop_wanted;
+extern u32 sg_meetings[MAX_THREADS / SIMD];  // how often the lanes of each simdgroup have met
 
 Finding* report(const char* kind, u64 pc, u32 line, const char* format, ...);
 [[noreturn]] void abort_dispatch();

@@ -26,6 +26,7 @@ u64 space, stacks, stacks_end;
 Region region[SLOTS], tg_region[64];
 int tg_regions;
 volatile int inside, stop_wanted;
+u32 sg_meetings[MAX_THREADS / SIMD];
 
 struct Attributes {  // the same order as msl::Ids
     u32 values[64];
@@ -208,6 +209,7 @@ static void run_simdgroup(u32 s, u64 salt) {
                           elsewhere ? "other lanes of the simdgroup are elsewhere" : "other lanes have returned");
             if (flags & 2) sg_tg_epoch[s]++;
             if (flags & 1) sg_dev_epoch[s]++;
+            sg_meetings[s]++;
             D->barriers++;
             restamp();
         } else {
@@ -221,6 +223,7 @@ static void run_simdgroup(u32 s, u64 salt) {
             for (u32 i = 0; i < n; i++)
                 if (mask >> i & 1) memcpy(snapshot[first + i], threads[first + i].value, threads[first + i].size);
             snapshot_mask[s] = mask;
+            sg_meetings[s]++;
             D->simd_ops++;
         }
         for (u32 i = 0; i < n; i++)
@@ -261,6 +264,7 @@ static void run_group() {
     tg_epoch = dev_epoch = 0;
     memset(sg_tg_epoch, 0, sizeof sg_tg_epoch);
     memset(sg_dev_epoch, 0, sizeof sg_dev_epoch);
+    memset(sg_meetings, 0, sizeof sg_meetings);
     for (u32 i = 0; i < live; i++) prepare(&threads[i]);
     restamp();
     u32 groups = (live + SIMD - 1) / SIMD;

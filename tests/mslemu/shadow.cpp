@@ -35,7 +35,8 @@ static void report_race(const Region& r, u64 offset, Stamp other, u32 other_pc, 
     const char* kind = r.buffer >= 0 ? "race-device" : "race-threadgroup";
     if (stamp_group(other) == stamp_group(now) && stamp_thread(other) / SIMD == stamp_thread(now) / SIMD)
         kind = r.buffer >= 0 ? "race-device" : "race-simdgroup";
-    Finding* f = report(kind, pc - D->image, 0, "%s, variable %d byte %llu", what, r.buffer >= 0 ? r.buffer : (int)(&r - tg_region),
+    Finding* f = report(kind, pc - D->image, 0, r.buffer >= 0 ? "%s, parameter %d byte %llu" : "%s, variable %d byte %llu", what,
+                        r.buffer >= 0 ? r.buffer : (int)(&r - tg_region),
                         (unsigned long long)offset);
     if (!f) return;
     f->has_other = 1;
@@ -63,6 +64,9 @@ static void touch(const Region& r, u64 addr, u32 size, Mode mode, u64 pc) {
     Stamp now = tg ? current->tg_stamp : current->dev_stamp;
     u32 here = (u32)(pc - D->image);
     if (mode == ATOMIC) now |= 1ull << 63;
+    // Lanes that meet in a simd operation have made their earlier reads: a later write cannot overtake those. It says
+    // nothing about earlier writes, which only a barrier makes visible.
+    Stamp reading = (now & ~(0x3fffull << 10)) | (Stamp)(sg_meetings[current->index / SIMD] & 0x3fff) << 10;
     if (size < r.granule || offset % r.granule) {  // no exact answer with these cells: once more with finer ones
         D->finer = 1;
         abort_dispatch();
@@ -78,14 +82,14 @@ static void touch(const Region& r, u64 addr, u32 size, Mode mode, u64 pc) {
             report_race(r, offset, c.write, c.write_pc, now, pc, mode == READ ? "read after write" : "write after write");
         if (mode == READ) {
             if (!c.read1 || stamp_thread(c.read1) == stamp_thread(now) || stamp_epoch(c.read1) != stamp_epoch(now)) {
-                c.read1 = now;
+                c.read1 = reading;
                 c.read_pc = here;
             } else if (!c.read2 || stamp_thread(c.read1) / SIMD != stamp_thread(now) / SIMD ||
                        stamp_epoch(c.read2) != stamp_epoch(now)) {
-                c.read2 = now;
+                c.read2 = reading;
             }
         } else {
-            Stamp reader = conflict(c.read1, now) ? c.read1 : conflict(c.read2, now) ? c.read2 : 0;
+            Stamp reader = conflict(c.read1, reading) ? c.read1 : conflict(c.read2, reading) ? c.read2 : 0;
             if (reader) report_race(r, offset, reader, c.read_pc, now, pc, "write after read");
             c.write = now;
             c.write_pc = here;
@@ -127,7 +131,7 @@ static void access(u64 addr, u32 size, Mode mode, u64 pc) {
             long long distance = offset < 0 ? -offset : offset - (long long)r.bytes + 1;
             if (distance < best) best = distance, nearest = i;
         }
-        out_of_bounds("oob-threadgroup", pc, mode != READ, size, "threadgroup variable", nearest,
+        out_of_bounds("oob-threadgroup", pc, mode != READ, size, "variable", nearest,
                       nearest < 0 ? 0 : (long long)(addr - tg_region[nearest].start), nearest < 0 ? 0 : tg_region[nearest].bytes);
     }
     Region& r = region[slot];
@@ -162,6 +166,10 @@ using namespace rt;
 
 extern "C" {
 
+void __sanitizer_cov_trace_pc() {
+    u64 at = PC - D->image;
+    if (D->hits && at < D->image_end - D->image) D->hits[at]++;
+}
 void __tsan_init() {}
 void __tsan_func_entry(void*) {}
 void __tsan_func_exit() {}

@@ -29,7 +29,7 @@ MSL_HIDDEN inline float noise_absolute(float r, float bound, float x) {  // r mo
 }
 inline float fast_log(float r, float x) { return x >= 0.5f && x <= 2.0f ? noise_absolute(r, 4.76837158203125e-7f, x) : noise(r, 3, x); }
 inline float fast_trig(float r, float x) { return noise_absolute(r, 1.220703125e-4f, x); }
-inline float exp_ulps(float x) { return 3 + floorf(__builtin_fabsf(2 * x)); }
+MSL_HIDDEN inline float noise_exp(float r, float x) { return noise(r, 3 + floorf(__builtin_fabsf(2 * x)), x); }
 inline float sinpi(float x) { x -= 2 * rintf(0.5f * x); return sinf(x * M_PI_F); }
 inline float cospi(float x) { x -= 2 * rintf(0.5f * x); return cosf(x * M_PI_F); }
 }  // namespace msl
@@ -64,8 +64,8 @@ MSL_F2(pow, msl::noise(powf(x, y), 16, x, y)) MSL_F2(powr, msl::noise(powf(x, y)
 MSL_F2(divide, x / y)
 }  // namespace precise
 namespace fast {
-MSL_F1(exp, msl::noise(expf(x), msl::exp_ulps(x), x)) MSL_F1(exp2, msl::noise(exp2f(x), msl::exp_ulps(x), x))
-MSL_F1(exp10, msl::noise(powf(10, x), msl::exp_ulps(x), x))
+MSL_F1(exp, msl::noise_exp(expf(x), x)) MSL_F1(exp2, msl::noise_exp(exp2f(x), x))
+MSL_F1(exp10, msl::noise_exp(powf(10, x), x))
 MSL_F1(log, msl::fast_log(logf(x), x)) MSL_F1(log2, msl::fast_log(log2f(x), x)) MSL_F1(log10, msl::fast_log(log10f(x), x))
 MSL_F1(sin, msl::fast_trig(sinf(x), x)) MSL_F1(cos, msl::fast_trig(cosf(x), x)) MSL_F1(tan, fast::sin(x) * (1.0f / fast::cos(x)))
 MSL_F1(asin, msl::noise(asinf(x), 5, x)) MSL_F1(acos, msl::noise(acosf(x), 5, x)) MSL_F1(atan, msl::noise(atanf(x), 5, x))
