@@ -5,8 +5,9 @@ explicit CPU stream, and the dispatcher that picks what runs. `KERNELS` in each 
 hand-written kernel with the reference's arguments; it is empty as yet, so the reference runs everywhere.
 """
 
+from mlx_cosyh3.kernels._dispatch import use_kernels
 from mlx_cosyh3.kernels.h3_step import H3StepParams, h3_step
 from mlx_cosyh3.kernels.int8_matmul import int8_matmul
 from mlx_cosyh3.kernels.softmax import softmax
 
-__all__ = ["softmax", "int8_matmul", "h3_step", "H3StepParams"]
+__all__ = ["softmax", "int8_matmul", "h3_step", "H3StepParams", "use_kernels"]

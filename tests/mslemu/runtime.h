@@ -10,8 +10,8 @@ using u16 = uint16_t;
 using u32 = uint32_t;
 using u64 = uint64_t;
 
-constexpr u64 SLOT = 1ull << 34;          // every buffer has 16 GiB of address space of its own,
-constexpr u64 MARGIN = 1ull << 33;        // and starts in its middle: an index may be wrong by 8 GiB and still be named
+constexpr u64 SLOT = 1ull << 36;          // every buffer has 64 GiB of address space of its own,
+constexpr u64 MARGIN = 1ull << 35;        // and starts in its middle: a 32-bit index that went wrong still has a name
 constexpr int SLOTS = 64;                 // slot 0 is threadgroup memory
 constexpr int MAX_THREADS = 1024;         // of one threadgroup
 constexpr int SIMD = 32;

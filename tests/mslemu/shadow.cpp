@@ -73,7 +73,7 @@ static void touch(const Region& r, u64 addr, u32 size, Mode mode, u64 pc) {
     }
     for (u64 k = offset / r.granule, end = (offset + size + r.granule - 1) / r.granule; k < end; k++) {
         Cell& c = r.cells[k];
-        if (tg && stamp_group(c.write) != stamp_group(now)) c = Cell{};  // left by an earlier threadgroup
+        if (tg && stamp_group(c.write ? c.write : c.read1) != stamp_group(now)) c = Cell{};  // left by an earlier threadgroup
         if (mode != WRITE && !c.write)
             report(tg ? "uninit-threadgroup-read" : "uninit-device-read", here, 0,
                    tg ? "variable %d byte %llu was not written before" : "parameter %d byte %llu was not written before",

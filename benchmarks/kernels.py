@@ -1,0 +1,122 @@
+"""The kernels on this GPU: against MLX's built-ins, against the same in unfused MLX ops, and against the bandwidth.
+
+    python benchmarks/kernels.py [--only h3_step,decode]
+
+Every ratio is taken in this run. The bandwidth is that of a copy of 1 GB, bytes read and written counted.
+"""
+
+import argparse
+import time
+
+import mlx.core as mx
+import numpy as np
+
+from mlx_cosyh3.h3 import H3, H3Config
+from mlx_cosyh3.kernels import H3StepParams, h3_step, use_kernels
+
+GPT2 = {"vocab_size": 50257, "padded_vocab_size": 50264, "eos_token_id": 50256}
+MODELS = {
+    "125M": {"d_model": 768, "n_layer": 12, "attn_layer_idx": [6], "num_heads": 12} | GPT2,
+    "1.3B": {"d_model": 2048, "n_layer": 24, "attn_layer_idx": [8, 16], "num_heads": 16} | GPT2,
+    "2.7B": {"d_model": 2560, "n_layer": 32, "attn_layer_idx": [8, 16, 24], "num_heads": 20} | GPT2,
+}
+HALF_BYTES = {"125M": 266.8e6, "1.3B": 2727e6, "2.7B": 5464e6}  # a decoded token, batch 1, 16-bit weights
+
+
+def microseconds(function, repeat=5, chain=20):
+    """Least time of one call, from `chain` calls dispatched together (each a list of arrays), over `repeat` rounds."""
+    mx.eval(function())
+    best = float("inf")
+    for _ in range(repeat):
+        mx.synchronize()
+        begin = time.perf_counter()
+        mx.eval([function() for _ in range(chain)])
+        mx.synchronize()
+        best = min(best, (time.perf_counter() - begin) / chain)
+    return best * 1e6
+
+
+def bandwidth():
+    """GB/s of a copy."""
+    x = mx.zeros((256 << 20,), dtype=mx.float32)
+    mx.eval(x)
+    return 2 * x.nbytes / 1e3 / microseconds(lambda: [x + 1], chain=4)
+
+
+def random_params(D, N=64, M=32, key=0):
+    keys = iter(mx.random.split(mx.random.key(key), 16))
+    f = lambda *s: mx.random.normal(s, key=next(keys))  # noqa: E731
+    c = lambda *s: 0.5 * (f(*s) + 1j * f(*s))  # noqa: E731
+    return H3StepParams(f(D, N), f(D, N), f(D), c(D, M), c(D, M), c(D, M), f(D))
+
+
+def bench_h3_step(limit):
+    print("\n| h3_step | batch | tokens | kernel, us | unfused ops, us | ratio | GB/s | of the copy |\n" + "| ---: " * 8 + "|")
+    for D in (768, 2560):
+        p = random_params(D)
+        mx.eval(p)
+        for B, T in ((1, 1), (16, 1), (1, 8)):
+            q = mx.random.normal((B, T, D), key=mx.random.key(1)).astype(mx.float16)
+            s, S = mx.zeros((B, D, 64)), mx.zeros((B, D, 1, 1, 32), dtype=mx.complex64)
+            mx.eval(q, s, S)
+            times = []
+            for choice in ("h3_step", "0"):
+                with use_kernels(choice):
+                    times.append(microseconds(lambda: h3_step(q, q, q, s, S, p)))
+            moved = 4 * D * (128 + 2 + 192 + 2 * B * (64 + 64)) / 1e3 / times[0]
+            print(f"| D {D} | {B} | {T} | {times[0]:.1f} | {times[1]:.1f} | {times[1] / times[0]:.1f} | {moved:.0f} "
+                  f"| {moved / limit:.0%} |", flush=True)  # fmt: skip
+
+
+def half(model):
+    """Linear layers, embedding and norms in float16, as upstream's generate script casts; SSM tensors stay fp32."""
+    from mlx.utils import tree_flatten
+
+    weights = [(n, a if ".shift." in n or ".ssm." in n else a.astype(mx.float16)) for n, a in tree_flatten(model.parameters())]
+    return model.load_weights(weights)
+
+
+def decode_rate(model, n=64):
+    cache = model.make_cache()
+    mx.eval(model.prefill(mx.array(np.arange(512)[None] % 50000), cache))
+    token = mx.array([1])
+    for part in (8, n):
+        begin = time.perf_counter()
+        for _ in range(part):
+            following = mx.argmax(model.step(token, cache), axis=-1)
+            mx.async_eval(following)
+            token.tolist()
+            token = following
+        mx.eval(token)
+        mx.synchronize()
+        rate = part / (time.perf_counter() - begin)
+    return rate
+
+
+def bench_decode(limit):
+    print("\n| decode, fp16, batch 1, after 512 tokens | kernels: tok/s | without: tok/s | ratio | of the bandwidth floor |\n"
+          "| --- | ---: | ---: | ---: | ---: |")  # fmt: skip
+    for name, config in MODELS.items():
+        model = half(H3(H3Config.from_dict(config)).init_weights())
+        rates = []
+        for choice in ("1", "0"):
+            with use_kernels(choice):
+                rates.append(decode_rate(model))
+        floor = limit * 1e9 / HALF_BYTES[name]
+        print(f"| {name} | {rates[0]:.0f} | {rates[1]:.0f} | {rates[0] / rates[1]:.2f} | {rates[0] / floor:.1%} |", flush=True)
+
+
+def main():
+    parts = {"h3_step": bench_h3_step, "decode": bench_decode}
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", default=",".join(parts), help="some of " + ",".join(parts))
+    args = parser.parse_args()
+    info = mx.device_info()
+    limit = bandwidth()
+    print(f"mlx {mx.__version__}, {info.get('device_name')}; copy {limit:.0f} GB/s")
+    for name in args.only.split(","):
+        parts[name](limit)
+
+
+if __name__ == "__main__":
+    main()
