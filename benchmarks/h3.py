@@ -174,7 +174,7 @@ def scan(size, quick):
         taps = [rng.standard_normal(s) for s in ((D, 64), (D, 64), (D,))]
         dA = np.exp(-rng.uniform(1e-3, 0.05, (D, 32)) + 1j * rng.uniform(0, 2.7, (D, 32)))
         dB, C = (rng.standard_normal((2, D, 32)) + 1j * rng.standard_normal((2, D, 32)))
-        s, S = mx.zeros((1, D, 64)), mx.zeros((1, D, 1, 1, 32), dtype=mx.complex64)
+        s, S = mx.zeros((1, D, 64)), mx.zeros((1, D, 1, 1, 32, 2))
         for T in (8, 64, 512, 1024):
             x, n = mx.random.normal((1, T, D), key=mx.random.key(0)), np.array([T])
             cells = [lambda f=ShiftScan(*taps, m): f(x, s, n) for m in ("fft", "toeplitz")]

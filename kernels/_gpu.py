@@ -55,11 +55,13 @@ class GpuKernel:
     name       distinct for every kernel and variant that differs in its text
     inputs, outputs   names, as `mx.fast.metal_kernel` takes them
     body       Metal source of the function's body; `cuda_body` where CUDA needs another one (None: the same)
-    header     Metal helpers in front of it; `cuda_header` likewise"""
+    header     Metal helpers in front of it; `cuda_header` likewise
+    contiguous copy strided inputs first; False: the body goes by `x_strides` (in elements)"""
 
-    def __init__(self, name, inputs, outputs, body, *, header="", cuda_body=None, cuda_header=None, shared_memory=0):
+    def __init__(self, name, inputs, outputs, body, *, header="", cuda_body=None, cuda_header=None, shared_memory=0,
+                 contiguous=True):  # fmt: skip
         self.name, self.inputs, self.outputs = name, list(inputs), list(outputs)
-        self.body, self.header = body, header
+        self.body, self.header, self.contiguous = body, header, contiguous
         self.cuda_body = body if cuda_body is None else cuda_body
         self.cuda_header = CUDA_WORDS + (header if cuda_header is None else cuda_header)
         self._lock, self._made = threading.Lock(), None
@@ -68,14 +70,14 @@ class GpuKernel:
         """The keyword arguments of `mx.fast.metal_kernel`."""
         return {
             "name": self.name, "input_names": self.inputs, "output_names": self.outputs,
-            "source": self.body, "header": self.header,
+            "source": self.body, "header": self.header, "ensure_row_contiguous": self.contiguous,
         }  # fmt: skip
 
     def cuda_arguments(self):
         """The keyword arguments of `mx.fast.cuda_kernel`."""
         return {
             "name": self.name, "input_names": self.inputs, "output_names": self.outputs,
-            "source": self.cuda_body, "header": self.cuda_header,
+            "source": self.cuda_body, "header": self.cuda_header, "ensure_row_contiguous": self.contiguous,
         }  # fmt: skip
 
     def text(self):

@@ -11,7 +11,7 @@ For channel c of D (= H hd), head h of H, positions d1, d2 of hd, mode n of M (o
 
 q, k, v        [B, T, D] float32 | float16 | bfloat16; out [B, T, D] in q's dtype; all arithmetic in fp32
 shift_state    [B, D, N] fp32
-ssm_state      [B, H, hd, hd, M] complex64
+ssm_state      [B, H, hd, hd, M, 2] fp32, (re, im)
 lengths        [B] int32, optional: row b stops after lengths[b] tokens (its later outputs are 0)
 Source: H3 paper (arXiv 2212.14052), section 3; layout of HazyResearch/H3's `SSMLMHeadModel`.
 
@@ -20,6 +20,7 @@ registers over all T tokens, and the two sums over n are simd sums. Coefficients
 written once: 578 words a channel for N = 64, T = 1 (hd > 1 reads the shift coefficients hd times).
 """
 
+import functools
 from typing import NamedTuple
 
 import mlx.core as mx
@@ -34,9 +35,9 @@ class H3StepParams(NamedTuple):
     shift_B: mx.array  # [D, N] fp32
     shift_C: mx.array  # [D, N] fp32
     shift_D: mx.array  # [D] fp32
-    dA: mx.array  # [H, M] complex64
-    dB: mx.array  # [H, M] complex64
-    C: mx.array  # [H, M] complex64
+    dA: mx.array  # [H, M, 2] fp32, (re, im)
+    dB: mx.array  # [H, M, 2]
+    C: mx.array  # [H, M, 2]
     D: mx.array  # [H] fp32
 
 
@@ -143,7 +144,7 @@ def h3_step(q, k, v, shift_state, ssm_state, params, *, lengths=None, stream=Non
     """Advance one H3 layer by the T tokens of q, k, v [B, T, D] -> (out [B, T, D], shift_state, ssm_state)."""
     variant = _variant(q, k, v, shift_state, ssm_state)
     if variant and _dispatch.usable(KERNEL, "h3_step", variant, stream, lambda: _selftest(variant)):
-        return _kernel(q, k, v, shift_state, ssm_state, params, lengths, stream)
+        return KERNEL(**_arguments(q, k, v, shift_state, ssm_state, params, lengths), stream=stream)
     return reference(q, k, v, shift_state, ssm_state, params, lengths=lengths, stream=stream)
 
 
@@ -156,24 +157,26 @@ def _variant(q, k, v, shift_state, ssm_state):
     return q.dtype, hd, N // 32, M // 32
 
 
-def _kernel(q, k, v, shift_state, ssm_state, p, lengths, stream):
+def _arguments(q, k, v, shift_state, ssm_state, p, lengths):
+    """The keyword arguments of a call of the kernel."""
     B, T, D = q.shape
     dtype, hd, taps, modes = _variant(q, k, v, shift_state, ssm_state)
-    H = D // hd
     if lengths is None:
-        lengths = mx.full((B,), T, dtype=mx.int32, stream=stream)
-    pairs = lambda a: a.view(mx.float32, stream=stream)  # noqa: E731  complex64 [..., M] as fp32 [..., 2 M]
-    out, shift, ssm = KERNEL(
-        inputs=[q, k, v, shift_state, pairs(ssm_state), p.shift_B, p.shift_C, p.shift_D, pairs(p.dA), pairs(p.dB),
-                pairs(p.C), p.D, lengths, mx.array([T, H], dtype=mx.int32)],
-        template=[("T", dtype), ("HD", hd), ("TAPS", taps), ("MODES", modes)],
-        grid=(32, D, B),
-        threadgroup=(32, 4, 1),
-        output_shapes=[(B, T, D), shift_state.shape, (*ssm_state.shape[:-1], 2 * ssm_state.shape[-1])],
-        output_dtypes=[dtype, mx.float32, mx.float32],
-        stream=stream,
-    )  # fmt: skip
-    return out, shift, ssm.view(mx.complex64, stream=stream)
+        lengths = _constant(*[T] * B)
+    return {
+        "inputs": [q, k, v, shift_state, ssm_state, *p, lengths, _constant(T, D // hd)],
+        "template": [("T", dtype), ("HD", hd), ("TAPS", taps), ("MODES", modes)],
+        "grid": (32, D, B),
+        "threadgroup": (32, 4, 1),
+        "output_shapes": [(B, T, D), shift_state.shape, ssm_state.shape],
+        "output_dtypes": [dtype, mx.float32, mx.float32],
+    }
+
+
+@functools.lru_cache(256)
+def _constant(*values):
+    """An int32 array on the device, made once: a copy from the host costs more than the kernel."""
+    return mx.array(values, dtype=mx.int32)
 
 
 def _selftest(variant):
@@ -182,14 +185,13 @@ def _selftest(variant):
     B, T, H, N, M = 2, 3, 3, 32 * taps, 32 * modes
     keys = iter(mx.random.split(mx.random.key(7), 16))
     normal = lambda *shape: mx.random.normal(shape, key=next(keys))  # noqa: E731
-    cplx = lambda *shape: normal(*shape) + 1j * normal(*shape)  # noqa: E731
     D = H * hd
-    params = H3StepParams(normal(D, N) / N**0.5, normal(D, N) / N**0.5, normal(D), 0.3 * cplx(H, M),
-                          cplx(H, M) / M**0.5, cplx(H, M) / M**0.5, normal(H))  # fmt: skip
+    params = H3StepParams(normal(D, N) / N**0.5, normal(D, N) / N**0.5, normal(D), 0.3 * normal(H, M, 2),
+                          normal(H, M, 2) / M**0.5, normal(H, M, 2) / M**0.5, normal(H))  # fmt: skip
     q, k, v = (normal(B, T, D).astype(dtype) for _ in range(3))
-    args = q, k, v, normal(B, D, N), cplx(B, H, hd, hd, M), params
+    args = q, k, v, normal(B, D, N), normal(B, H, hd, hd, M, 2), params
     lengths = mx.array([3, 2], dtype=mx.int32)
-    got, want = _kernel(*args, lengths, None), reference(*args, lengths=lengths)
+    got, want = KERNEL(**_arguments(*args, lengths)), reference(*args, lengths=lengths)
     bound = {mx.float32: 1e-4, mx.float16: 2e-3, mx.bfloat16: 2e-2}[dtype]
     errors = []
     for a, b, allowed in zip(got, want, (bound, 1e-4, 1e-4)):
@@ -208,7 +210,7 @@ def reference(q, k, v, shift_state, ssm_state, params, *, lengths=None, stream=N
                 goes_on = t < lengths
                 out = mx.where(goes_on[:, None], out, 0)
                 s = mx.where(goes_on[:, None, None], s, shift_state)
-                S = mx.where(goes_on[:, None, None, None, None], S, ssm_state)
+                S = mx.where(goes_on.reshape(-1, *[1] * 5), S, ssm_state)
             shift_state, ssm_state = s, S
             outs.append(out)
         y = mx.stack(outs, axis=1) if len(outs) > 1 else outs[0][:, None]
@@ -216,7 +218,7 @@ def reference(q, k, v, shift_state, ssm_state, params, *, lengths=None, stream=N
 
 
 def _one(q, k, v, s, S, p):
-    """One token: q, k, v [B, D]; s [B, D, N]; S [B, H, hd, hd, M] -> out [B, D] fp32 and the new states."""
+    """One token: q, k, v [B, D]; s [B, D, N]; S [B, H, hd, hd, M, 2] -> out [B, D] fp32 and the new states."""
     H, hd = S.shape[1], S.shape[2]
     q, k, v = (a.astype(mx.float32) for a in (q, k, v))
     k = k[..., None]  # [B, D, 1]
@@ -224,7 +226,10 @@ def _one(q, k, v, s, S, p):
     k = mx.sum(p.shift_C * s, axis=-1) + p.shift_D * k[..., 0]  # [B, D]
     k, v, q = (a.reshape(-1, H, hd) for a in (k, v, q))
     u = k[..., :, None] * v[..., None, :]  # [B, H, d1, d2]
-    S = p.dA[:, None, None] * S + p.dB[:, None, None] * u[..., None]
-    y = 2 * mx.sum(mx.real(p.C[:, None, None] * S), axis=-1) + p.D[:, None, None] * u  # [B, H, d1, d2]
+    dA, dB, C = (a[:, None, None] for a in (p.dA, p.dB, p.C))  # [H, 1, 1, M, 2]
+    # the complex product dA S on pairs: (re) S + (im) i S
+    turned = mx.concatenate([-S[..., 1:], S[..., :1]], axis=-1)
+    S = dA[..., :1] * S + dA[..., 1:] * turned + dB * u[..., None, None]
+    y = mx.sum(C * S * mx.array([2.0, -2.0]), axis=(-2, -1)) + p.D[:, None, None] * u  # 2 Re(C S) [B, H, d1, d2]
     out = mx.sum(y * q[..., None], axis=2)  # [B, H, d2]
     return mx.swapaxes(out, 1, 2).reshape(-1, H * hd), s, S

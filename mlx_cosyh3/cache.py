@@ -22,7 +22,7 @@ FORMAT = "mlx_cosyh3.h3_cache.1"
 
 
 class H3State:
-    """One H3 layer: `shift` [B, D, N] fp32, `ssm` [B, H, hd, hd, M] complex64."""
+    """One H3 layer: `shift` [B, D, N], `ssm` [B, H, hd, hd, M, 2] (re, im), both fp32."""
 
     names = ("shift", "ssm")
 
@@ -200,7 +200,7 @@ class H3Cache:
             for name, a in zip(layer.names, layer.arrays()):
                 if isinstance(layer, KVState):
                     a = a[:, :, max(0, layer.end - (layer.window or layer.end)) : layer.end]
-                tensors[f"layers.{i}.{name}"] = a.view(mx.float32) if a.dtype == mx.complex64 else a
+                tensors[f"layers.{i}.{name}"] = a
         kept = [t.shape[2] for name, t in tensors.items() if name.endswith(".keys")]
         first = next((s for s in self.layers if isinstance(s, KVState)), None)
         pad = [] if first is None else np.maximum(first.pad - (first.end - kept[0]), 0).tolist()
@@ -246,7 +246,7 @@ class H3Cache:
                 layer.keys, layer.values, layer.end = a, b, a.shape[2]
                 layer.pad = np.array(json.loads(metadata["pad"]), dtype=np.int64)
             else:
-                layer.shift, layer.ssm = a, b.view(mx.complex64)
+                layer.shift, layer.ssm = a, b
         mx.eval(cache.arrays())
         return cache
 

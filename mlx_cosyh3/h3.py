@@ -8,7 +8,7 @@
   The few others are causal attention, optionally rotary, optionally over a window of the last tokens.
 - A prompt is read in chunks of fixed length; the recurrent state is carried over exactly, so that memory does not
   grow with the prompt and time is linear in it. One token at a time runs the recurrence (`kernels/h3_step.py`).
-- All SSM arithmetic and states are fp32 / complex64, whatever the dtype of the linear layers. Coefficients and
+- All SSM arithmetic and states are fp32, whatever the dtype of the linear layers. Coefficients and
   tables of powers are made in float64 at load: phases reach thousands of radians.
 
 Letters: B batch, T tokens, D d_model, N shift taps, hd head_dim, H = D / hd, M complex modes (one of each pair).
@@ -121,8 +121,8 @@ class H3Mixer(nn.Module):
     def prepare(self):
         """Discretise and make the tables of both forms; returns the arrays to evaluate."""
         dA, dB, C = self.ssm.discretize(self._rule)
-        c64 = lambda a: mx.array(a.astype(np.complex64))  # noqa: E731
-        self._params = H3StepParams(self.shift.B, self.shift.C, self.shift.D, c64(dA), c64(dB), c64(C), self.ssm.D)
+        pairs = (mx.array(np.stack([a.real, a.imag], axis=-1).astype(np.float32)) for a in (dA, dB, C))
+        self._params = H3StepParams(self.shift.B, self.shift.C, self.shift.D, *pairs, self.ssm.D)
         f64 = lambda a: np.array(a, dtype=np.float64)  # noqa: E731
         self._shift_scan = ShiftScan(f64(self.shift.B), f64(self.shift.C), f64(self.shift.D))
         self._diag_scan = DiagonalScan(dA, dB, C, f64(self.ssm.D))
@@ -262,7 +262,7 @@ class H3(nn.Module, TextGeneration):
                 if isinstance(layer.mixer, Attention):
                     made.append(KVState(batch_size, c.num_heads, c.d_model // c.num_heads, dtype, self.kv_window))
                 else:
-                    ssm = mx.zeros((batch_size, H, c.head_dim, c.head_dim, c.d_state // 2), dtype=mx.complex64)
+                    ssm = mx.zeros((batch_size, H, c.head_dim, c.head_dim, c.d_state // 2, 2))
                     made.append(H3State(mx.zeros((batch_size, c.d_model, c.d_state)), ssm))
             mx.eval([a for s in made for a in s.arrays()])
             return made

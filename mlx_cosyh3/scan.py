@@ -92,9 +92,10 @@ class DiagonalScan:
         return [self.high, self.low, *self.low_in, *self.low_out, self.kernel]
 
     def __call__(self, x, S, lengths):
-        """x [B, T, H, hd, hd] fp32, S [B, H, hd, hd, M] complex64 -> (y like x, S after lengths[b] tokens)."""
+        """x [B, T, H, hd, hd], S [B, H, hd, hd, M, 2] (re, im), all fp32 -> (y like x, S after lengths[b] tokens)."""
         B, T, H, hd, _ = x.shape
-        M, R = S.shape[-1], B * hd * hd
+        M, R = S.shape[4], B * hd * hd
+        S = mx.contiguous(S).view(mx.complex64)[..., 0]
         b = min(self.block, max(LOW, _power_of_two(T)))
         blocks = -(-T // b)
         # what an input j tokens old adds to the state, A^j B, as (re, im) pairs; and what the state adds to output t,
@@ -119,7 +120,8 @@ class DiagonalScan:
         y = mx.matmul(mx.stack(before, axis=1).reshape(H, blocks * R, M).view(mx.float32), out_of)
         y = y + self._convolve(X, b)
         y = y.reshape(H, blocks, B, hd * hd, b).transpose(2, 1, 4, 0, 3).reshape(B, blocks * b, H, hd, hd)
-        return y[:, :T], S.reshape(H, B, hd, hd, M).swapaxes(0, 1)
+        S = mx.contiguous(S.reshape(H, B, hd, hd, M).swapaxes(0, 1))
+        return y[:, :T], S[..., None].view(mx.float32)
 
     def _powers_times(self, low, b, conjugate=False):
         """A^(8 i) low[j] (or the conjugate of A^(8 i)) as pairs [H, b, 2M]; row 8 i + j.
