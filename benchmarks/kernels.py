@@ -1,6 +1,6 @@
 """The kernels on this GPU: against MLX's built-ins, against the same in unfused MLX ops, and against the bandwidth.
 
-    python benchmarks/kernels.py [--only h3_step,decode]
+    python benchmarks/kernels.py [--only h3_step,softmax,int8,decode]
 
 Every ratio is taken in this run. The bandwidth is that of a copy of 1 GB, bytes read and written counted.
 """
@@ -12,7 +12,8 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_cosyh3.h3 import H3, H3Config
-from mlx_cosyh3.kernels import H3StepParams, h3_step, use_kernels
+from mlx_cosyh3.kernels import H3StepParams, h3_step, int8_matmul, softmax, use_kernels
+from mlx_cosyh3.kernels.softmax import softmax_lse
 
 GPT2 = {"vocab_size": 50257, "padded_vocab_size": 50264, "eos_token_id": 50256}
 MODELS = {
@@ -58,13 +59,65 @@ def bench_h3_step(limit):
             q = mx.random.normal((B, T, D), key=mx.random.key(1)).astype(mx.float16)
             s, S = mx.zeros((B, D, 64)), mx.zeros((B, D, 1, 1, 32, 2))
             mx.eval(q, s, S)
-            times = []
-            for choice in ("h3_step", "0"):
-                with use_kernels(choice):
-                    times.append(microseconds(lambda: h3_step(q, q, q, s, S, p)))
+            times = times_of("h3_step", lambda: h3_step(q, q, q, s, S, p))
             moved = 4 * D * (128 + 2 + 192 + 2 * B * (64 + 64)) / 1e3 / times[0]
             print(f"| D {D} | {B} | {T} | {times[0]:.1f} | {times[1]:.1f} | {times[1] / times[0]:.1f} | {moved:.0f} "
                   f"| {moved / limit:.0%} |", flush=True)  # fmt: skip
+
+
+def times_of(kernel, function, chain=20):
+    """Microseconds with that kernel alone, and with MLX's operations."""
+    times = []
+    for choice in (kernel, "0"):
+        with use_kernels(choice):
+            times.append(microseconds(function, chain=chain))
+    return times
+
+
+def bench_softmax(limit):
+    print("\n| softmax | dtype | kernel, us | mx.softmax, us | ratio | softmax + lse: kernel, us | in MLX ops, us | ratio "
+          "| GB/s | of the copy |\n" + "| ---: " * 10 + "|")  # fmt: skip
+    for rows, n in ((1, 6761), (64, 6761), (1, 50264), (16, 50264), (1, 151936), (16, 151936), (512, 50264)):
+        for dtype in (mx.float32, mx.float16):
+            x = mx.random.normal((rows, n), key=mx.random.key(0)).astype(dtype)
+            mx.eval(x)
+            ours, _ = times_of("softmax", lambda: [softmax(x)])
+            plain = microseconds(lambda: [mx.softmax(x, axis=-1, precise=True)])
+            both = times_of("softmax", lambda: list(softmax_lse(x)))
+            moved = 2 * x.nbytes / 1e3 / ours
+            print(f"| {rows} x {n} | {str(dtype)[9:]} | {ours:.1f} | {plain:.1f} | {plain / ours:.2f} | {both[0]:.1f} "
+                  f"| {both[1]:.1f} | {both[1] / both[0]:.2f} | {moved:.0f} | {moved / limit:.0%} |", flush=True)  # fmt: skip
+
+
+def bench_int8(limit):
+    print("\n| int8 [K -> N] | rows | kernel, us | quantized_matmul 8 bits, us | ratio | fp16 matmul, us | ratio | GB/s | of the copy |\n"
+          + "| ---: " * 9 + "|")  # fmt: skip
+    shapes = [(768, 768), (768, 3072), (896, 896), (896, 4864), (4864, 896), (1024, 4096), (2048, 8192), (2560, 10240), (8192, 8192)]
+    for K, N in shapes:
+        w = mx.random.normal((N, K), key=mx.random.key(1)).astype(mx.float16)
+        q = mx.random.randint(-127, 128, (N, K), key=mx.random.key(2)).astype(mx.int8)
+        scale, bias = mx.ones((N,)) / 1000, mx.zeros((N,))
+        affine = mx.quantize(w, group_size=64, bits=8) if K % 64 == 0 else mx.quantize(w, group_size=32, bits=8)
+        mx.eval(w, q, scale, bias, affine)
+        for M in (1, 4, 8, 64):
+            x = mx.random.normal((M, K), key=mx.random.key(3)).astype(mx.float16)
+            mx.eval(x)
+            ours, _ = times_of("int8_matmul", lambda: [int8_matmul(x, q, scale)])
+            theirs = microseconds(lambda: [mx.quantized_matmul(x, *affine, group_size=K * N // affine[1].size, bits=8)])
+            plain = microseconds(lambda: [x @ w.T])
+            moved = q.nbytes / 1e3 / ours
+            print(f"| {K} -> {N} | {M} | {ours:.1f} | {theirs:.1f} | {theirs / ours:.2f} | {plain:.1f} | {plain / ours:.2f} "
+                  f"| {moved:.0f} | {moved / limit:.0%} |", flush=True)  # fmt: skip
+    print("\n| int8 x int8 [K -> N] | rows | kernel, us | fp32 GEMMs, us | ratio |\n" + "| ---: " * 5 + "|")
+    for K, N in ((896, 896), (2048, 8192)):
+        q = mx.random.randint(-127, 128, (N, K), key=mx.random.key(2)).astype(mx.int8)
+        scale = mx.ones((N,)) / 1000
+        for M in (1, 8, 64):
+            x = mx.random.randint(-127, 128, (M, K), key=mx.random.key(3)).astype(mx.int8)
+            x_scale = mx.ones((M,))
+            mx.eval(q, scale, x, x_scale)
+            a, b = times_of("int8_matmul", lambda: [int8_matmul(x, q, scale, x_scale=x_scale)], chain=8)
+            print(f"| {K} -> {N} | {M} | {a:.1f} | {b:.1f} | {b / a:.2f} |", flush=True)
 
 
 def half(model):
@@ -106,7 +159,7 @@ def bench_decode(limit):
 
 
 def main():
-    parts = {"h3_step": bench_h3_step, "decode": bench_decode}
+    parts = {"h3_step": bench_h3_step, "softmax": bench_softmax, "int8": bench_int8, "decode": bench_decode}
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", default=",".join(parts), help="some of " + ",".join(parts))
     args = parser.parse_args()

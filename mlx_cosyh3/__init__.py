@@ -10,7 +10,13 @@ _root = Path(__file__).resolve().parent.parent
 if (_root / "kernels" / "h3_step.py").is_file() and (_root / "pyproject.toml").is_file():
     __path__.append(str(_root))
 
-from mlx_cosyh3.generate import batch_generate, generate, stream_generate  # noqa: E402
-from mlx_cosyh3.load import load  # noqa: E402
+try:
+    from mlx_cosyh3.generate import batch_generate, generate, stream_generate
+    from mlx_cosyh3.load import load
+except ImportError:
+    from mlx_cosyh3.floor import check_machine
+
+    check_machine()  # says so where MLX is not made for this machine
+    raise
 
 __all__ = ["load", "generate", "stream_generate", "batch_generate"]

@@ -5,4 +5,15 @@ from .emulator import SCHEDULES, SWEEP, MslError, installed, metal_kernel, setti
 from .lint import clang, lint
 from .wrapper import mlx_text
 
-__all__ = ["SCHEDULES", "SWEEP", "MslError", "clang", "installed", "lint", "metal_kernel", "missing", "mlx_text", "settings"]
+__all__ = [
+    "SCHEDULES",
+    "SWEEP",
+    "MslError",
+    "clang",
+    "installed",
+    "lint",
+    "metal_kernel",
+    "missing",
+    "mlx_text",
+    "settings",
+]

@@ -20,18 +20,20 @@ INCLUDE = Path(mx.__file__).parent / "include"
 CXX = os.environ.get("MSLEMU_CXX", "g++")
 KERNEL = "kernel.metal"
 
-# half: rounded after each operation. Literals are float, as in Metal. Uninitialised locals hold a pattern, never a lucky 0.
+# half is rounded after each operation; literals are float; uninitialised locals hold a pattern, never a lucky 0.
 BASE = (
     "-std=c++17 -g -fPIC -fno-exceptions -fno-rtti -fexcess-precision=16 -mf16c -fsingle-precision-constant"
-    " -ftrivial-auto-var-init=pattern -fno-strict-aliasing -fno-builtin-memcpy -fno-builtin-memset -fvisibility=hidden"
-    " -Wno-attributes -Wno-literal-suffix -Wuninitialized -nostdinc++ -fno-math-errno"
+    " -ftrivial-auto-var-init=pattern -fno-strict-aliasing -fno-builtin-memcpy -fno-builtin-memset"
+    " -fvisibility=hidden"
+    " -Wno-attributes -Wno-literal-suffix -Wuninitialized -Wmaybe-uninitialized -nostdinc++ -fno-math-errno"
 ).split()
 CHECKS = (
-    "-O1 -fsanitize=thread,alignment,bounds,shift,integer-divide-by-zero,float-cast-overflow,signed-integer-overflow,return"
+    "-O1 -fsanitize=thread,alignment,bounds,shift,integer-divide-by-zero,float-cast-overflow"
+    ",signed-integer-overflow,return"
     " --param tsan-instrument-func-entry-exit=0"
 ).split()
 MODES = {"full": CHECKS, "fast": ["-O2"], "count": ["-O1", "-fsanitize-coverage=trace-pc"]}
-CONTRACT = {"off": ["-ffp-contract=off"], "fast": ["-ffp-contract=fast", "-mfma"]}
+CONTRACT = {"off": ["-ffp-contract=off"], "fast": ["-ffp-contract=fast", "-mfma", "-fexpensive-optimizations"]}
 
 
 class BuildError(RuntimeError):
@@ -88,12 +90,26 @@ def run(command, cwd=None):
 @functools.cache
 def runtime():
     """Path of the compiled scheduler and hooks."""
-    sources = [HERE / "scheduler.cpp", HERE / "shadow.cpp"]
+    sources = [HERE / f"{name}.cpp" for name in ("dispatch", "scheduler", "shadow")]
     key = digest("runtime", *(p.read_bytes() for p in [*sources, HERE / "runtime.h"]), shim_digest())
     path = cache_folder() / f"runtime-{key}.so"
     if not path.exists():
         part = path.with_suffix(f".{os.getpid()}.tmp")
-        run([CXX, "-std=c++17", "-O2", "-g1", "-fPIC", "-shared", "-Wall", "-o", str(part), *map(str, sources), "-lrt"])
+        run(
+            [
+                CXX,
+                "-std=c++17",
+                "-O2",
+                "-g1",
+                "-fPIC",
+                "-shared",
+                "-Wall",
+                "-o",
+                str(part),
+                *map(str, sources),
+                "-lrt",
+            ]
+        )
         part.rename(path)
     return path
 
@@ -111,7 +127,10 @@ def compile_kernel(text, entry, mode="full", contract="off", fast_math=False):
         with tempfile.TemporaryDirectory(dir=cache_folder()) as folder:
             folder = Path(folder)
             prelude = '#include <metal_stdlib>\n#include "mlx/backend/metal/kernels/utils.h"\n'
-            (folder / "k.cpp").write_text(f'{prelude}#line 1 "{KERNEL}"\n{text}\n#line 1 "entry"\n#pragma GCC visibility push(default)\n{entry}')
+            (folder / "k.cpp").write_text(
+                f'{prelude}#line 1 "{KERNEL}"\n{text}\n'
+                f'#line 1 "entry"\n#pragma GCC visibility push(default)\n{entry}'
+            )
             includes = ["-I", str(SHIM), "-isystem", str(INCLUDE)]
             warnings = run([CXX, *flags, *includes, "-c", "k.cpp", "-o", "k.o"], cwd=folder)
             run([CXX, "-shared", "-o", "k.so", "k.o", str(lib), "-lm"], cwd=folder)

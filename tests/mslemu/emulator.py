@@ -1,6 +1,6 @@
 """`metal_kernel`: runs a kernel of `mx.fast.metal_kernel` on the CPU and checks every access it makes.
 
-Constructor and call take what MLX's own take. A finding raises MslError. How a kernel is run is set around the call:
+Constructor and call take what MLX's own take. A finding raises MslError. How kernels run is set around the call:
 
     with settings(order="reverse", contract="fast"):
         y = kernel(inputs=[x], ...)[0]
@@ -10,6 +10,7 @@ import contextlib
 import contextvars
 import ctypes
 import re
+import threading
 from dataclasses import dataclass, field, replace
 
 import mlx.core as mx
@@ -34,6 +35,7 @@ class Settings:
     watchdog: float = 60.0  # seconds of CPU time
 
 
+_one_at_a_time = threading.Lock()  # the runtime holds one dispatch
 _settings = contextvars.ContextVar("mslemu", default=Settings())
 SCHEDULES = [{"order": o, "seed": 7} for o in ORDERS]
 SWEEP = [{**s, "contract": c} for c in ("off", "fast") for s in SCHEDULES]
@@ -54,7 +56,7 @@ def settings(**changes):
 
 @contextlib.contextmanager
 def installed():
-    """Inside, mx.fast.metal_kernel is the emulator's and mx.metal.is_available() is true: for importing modules."""
+    """Inside, mx.fast.metal_kernel is the emulator's and mx.metal.is_available() true: for importing modules."""
     saved = mx.fast.metal_kernel, mx.metal.is_available
     mx.fast.metal_kernel, mx.metal.is_available = metal_kernel, lambda: True
     try:
@@ -120,11 +122,18 @@ class Report:
 
 class _Buffer(ctypes.Structure):
     _fields_ = [
-        ("bytes", ctypes.c_uint64), ("granule", ctypes.c_uint32), ("writable", ctypes.c_uint8),
-        ("initialised", ctypes.c_uint8), ("pad", ctypes.c_uint8 * 2), ("data", ctypes.c_void_p),
-        ("result", ctypes.c_void_p), ("read", ctypes.c_uint64), ("written", ctypes.c_uint64),
-        ("unwritten", ctypes.c_uint64), ("first_unwritten", ctypes.c_uint64),
-    ]  # fmt: skip
+        ("bytes", ctypes.c_uint64),
+        ("granule", ctypes.c_uint32),
+        ("writable", ctypes.c_uint8),
+        ("initialised", ctypes.c_uint8),
+        ("pad", ctypes.c_uint8 * 2),
+        ("data", ctypes.c_void_p),
+        ("result", ctypes.c_void_p),
+        ("read", ctypes.c_uint64),
+        ("written", ctypes.c_uint64),
+        ("unwritten", ctypes.c_uint64),
+        ("first_unwritten", ctypes.c_uint64),
+    ]
 
 
 _Three = ctypes.c_uint32 * 3
@@ -132,24 +141,49 @@ _Three = ctypes.c_uint32 * 3
 
 class _Finding(ctypes.Structure):
     _fields_ = [
-        ("kind", ctypes.c_char * 32), ("message", ctypes.c_char * 256), ("pc", ctypes.c_uint64),
-        ("other_pc", ctypes.c_uint64), ("line", ctypes.c_uint32), ("thread", _Three), ("group", _Three),
-        ("other_thread", _Three), ("other_group", _Three), ("has_thread", ctypes.c_uint32),
-        ("has_other", ctypes.c_uint32), ("count", ctypes.c_uint64),
-    ]  # fmt: skip
+        ("kind", ctypes.c_char * 32),
+        ("message", ctypes.c_char * 256),
+        ("pc", ctypes.c_uint64),
+        ("other_pc", ctypes.c_uint64),
+        ("line", ctypes.c_uint32),
+        ("thread", _Three),
+        ("group", _Three),
+        ("other_thread", _Three),
+        ("other_group", _Three),
+        ("has_thread", ctypes.c_uint32),
+        ("has_other", ctypes.c_uint32),
+        ("other_line", ctypes.c_uint32),
+        ("gap", ctypes.c_uint32),
+        ("count", ctypes.c_uint64),
+    ]
 
 
 class _Dispatch(ctypes.Structure):
     _fields_ = [
-        ("entry", ctypes.c_void_p), ("image", ctypes.c_uint64), ("image_end", ctypes.c_uint64), ("grid", _Three),
-        ("threadgroup", _Three), ("buffers", ctypes.c_uint32), ("order", ctypes.c_uint32), ("seed", ctypes.c_uint64),
-        ("watchdog", ctypes.c_double), ("noise", ctypes.c_uint32), ("finding_count", ctypes.c_uint32),
-        ("aborted", ctypes.c_uint32), ("finer", ctypes.c_uint32), ("tg_read", ctypes.c_uint64),
-        ("tg_written", ctypes.c_uint64), ("tg_bytes", ctypes.c_uint64), ("matrix_flops", ctypes.c_uint64),
-        ("simd_flops", ctypes.c_uint64), ("barriers", ctypes.c_uint64), ("simd_ops", ctypes.c_uint64),
-        ("buffer", ctypes.POINTER(_Buffer)), ("finding", ctypes.POINTER(_Finding)),
+        ("entry", ctypes.c_void_p),
+        ("image", ctypes.c_uint64),
+        ("image_end", ctypes.c_uint64),
+        ("grid", _Three),
+        ("threadgroup", _Three),
+        ("buffers", ctypes.c_uint32),
+        ("order", ctypes.c_uint32),
+        ("seed", ctypes.c_uint64),
+        ("watchdog", ctypes.c_double),
+        ("noise", ctypes.c_uint32),
+        ("finding_count", ctypes.c_uint32),
+        ("aborted", ctypes.c_uint32),
+        ("finer", ctypes.c_uint32),
+        ("tg_read", ctypes.c_uint64),
+        ("tg_written", ctypes.c_uint64),
+        ("tg_bytes", ctypes.c_uint64),
+        ("matrix_flops", ctypes.c_uint64),
+        ("simd_flops", ctypes.c_uint64),
+        ("barriers", ctypes.c_uint64),
+        ("simd_ops", ctypes.c_uint64),
+        ("buffer", ctypes.POINTER(_Buffer)),
+        ("finding", ctypes.POINTER(_Finding)),
         ("hits", ctypes.c_void_p),
-    ]  # fmt: skip
+    ]
 
 
 def to_numpy(x):
@@ -176,10 +210,19 @@ def _as_array(x):
 
 
 class metal_kernel:  # noqa: N801 (it stands in for a function of MLX)
-    """Stands in for mx.fast.metal_kernel: same arguments, same call, mx.arrays out. `.report` = Report of the last call."""
+    """Stands in for mx.fast.metal_kernel: same arguments, mx.arrays out. `.report` = Report of the last call."""
 
-    def __init__(self, name, input_names, output_names, source, header="", ensure_row_contiguous=True,
-                 atomic_outputs=False, compile_options=None):  # fmt: skip
+    def __init__(
+        self,
+        name,
+        input_names,
+        output_names,
+        source,
+        header="",
+        ensure_row_contiguous=True,
+        atomic_outputs=False,
+        compile_options=None,
+    ):
         if not output_names:
             raise ValueError("[metal_kernel] Must specify at least one output.")
         self.name, self.source, self.header = name, source, header
@@ -191,13 +234,35 @@ class metal_kernel:  # noqa: N801 (it stands in for a function of MLX)
     def text(self, inputs, output_dtypes, template=None):
         """KernelText of a call with these inputs."""
         if len(inputs) != len(self.input_names):
-            raise ValueError(f"[metal_kernel] Expected `inputs` to have size {len(self.input_names)} but got {len(inputs)}.")
+            raise ValueError(
+                f"[metal_kernel] Expected `inputs` to have size {len(self.input_names)} but got {len(inputs)}."
+            )
         kinds = [(x.dtype, tuple(x.shape)) for x in map(_as_array, inputs)]
-        return wrapper.generate(self.name, self.input_names, self.output_names, self.source, self.header,
-                                self.atomic_outputs, kinds, output_dtypes, list(template or []))  # fmt: skip
+        return wrapper.generate(
+            self.name,
+            self.input_names,
+            self.output_names,
+            self.source,
+            self.header,
+            self.atomic_outputs,
+            kinds,
+            output_dtypes,
+            list(template or []),
+        )
 
-    def __call__(self, *, inputs, output_shapes, output_dtypes, grid, threadgroup, template=None, init_value=None,
-                 verbose=False, stream=None):  # fmt: skip
+    def __call__(
+        self,
+        *,
+        inputs,
+        output_shapes,
+        output_dtypes,
+        grid,
+        threadgroup,
+        template=None,
+        init_value=None,
+        verbose=False,
+        stream=None,
+    ):
         cfg = _settings.get()
         inputs = [_as_array(x) for x in inputs]
         if not len(output_shapes) == len(output_dtypes) == len(self.output_names):
@@ -210,7 +275,9 @@ class metal_kernel:  # noqa: N801 (it stands in for a function of MLX)
         threadgroup = tuple(min(a, b) for a, b in zip(grid, threadgroup))
         code, variables = wrapper.rewrite_threadgroup(text.text)
         try:
-            path, warnings = build.compile_kernel(code, wrapper.entry_point(text), cfg.check, cfg.contract, self.fast_math)
+            path, warnings = build.compile_kernel(
+                code, wrapper.entry_point(text), cfg.check, cfg.contract, self.fast_math
+            )
         except build.BuildError as e:
             raise MslError(self.name, [Finding("compile-error", str(e), 0, "")], text.text) from e
         buffers, keep, outputs = self._buffers(text, inputs, output_shapes, output_dtypes, init_value)
@@ -230,8 +297,14 @@ class metal_kernel:  # noqa: N801 (it stands in for a function of MLX)
         if findings:
             raise MslError(self.name, findings, text.text)
         traffic = {p.name: Traffic(b.read, b.written) for p, b in zip(text.parameters, buffers)}
-        self.report = Report(traffic, Traffic(dispatch.tg_read, dispatch.tg_written), dispatch.tg_bytes, dispatch.barriers,
-                             dispatch.simd_ops, allowed)  # fmt: skip
+        self.report = Report(
+            traffic,
+            Traffic(dispatch.tg_read, dispatch.tg_written),
+            dispatch.tg_bytes,
+            dispatch.barriers,
+            dispatch.simd_ops,
+            allowed,
+        )
         if hits is not None:
             runs = {int(at): int(hits[at]) for at in np.flatnonzero(hits)}
             self.report.flops = total_flops(path, runs, dispatch.matrix_flops, dispatch.simd_flops)
@@ -239,9 +312,15 @@ class metal_kernel:  # noqa: N801 (it stands in for a function of MLX)
 
     def _check_sizes(self, text, grid, threadgroup):
         if len(grid) != 3 or len(threadgroup) != 3 or min(grid) < 1 or min(threadgroup) < 1:
-            problem = ("bad-grid", f"grid {grid} and threadgroup {threadgroup} must be three positive numbers each")
+            problem = (
+                "bad-grid",
+                f"grid {grid} and threadgroup {threadgroup} must be three positive numbers each",
+            )
         elif np.prod([min(a, b) for a, b in zip(grid, threadgroup)]) > MAX_THREADS:
-            problem = ("threadgroup-size-limit", f"a threadgroup of {threadgroup} threads, the limit is {MAX_THREADS}")
+            problem = (
+                "threadgroup-size-limit",
+                f"a threadgroup of {threadgroup} threads, the limit is {MAX_THREADS}",
+            )
         elif len(text.parameters) > MAX_BUFFERS:
             problem = ("buffer-limit", f"{len(text.parameters)} buffers, the limit is {MAX_BUFFERS}")
         else:
@@ -280,7 +359,14 @@ class metal_kernel:  # noqa: N801 (it stands in for a function of MLX)
             if b.unwritten:
                 first = np.unravel_index(b.first_unwritten // dtypes[p.index].size, shapes[p.index] or (1,))
                 where = tuple(int(i) for i in first)
-                found.append(Finding("unwritten-output", f"{b.unwritten} elements of {p.name} were never written, first {where}", 0, ""))
+                found.append(
+                    Finding(
+                        "unwritten-output",
+                        f"{b.unwritten} elements of {p.name} were never written, first {where}",
+                        0,
+                        "",
+                    )
+                )
         return found
 
 
@@ -303,16 +389,29 @@ def _run(path, cfg, grid, threadgroup, buffers, finer):
     kernel = ctypes.CDLL(str(path))
     start, end = image_of(path)
     found = (_Finding * 64)()
-    dispatch = _Dispatch(entry=ctypes.cast(kernel.msl_entry, ctypes.c_void_p).value, image=start, image_end=end,
-                         grid=_Three(*grid), threadgroup=_Three(*threadgroup), buffers=len(buffers),
-                         order=ORDERS.index(cfg.order), seed=cfg.seed, watchdog=cfg.watchdog, noise=int(cfg.noise),
-                         finer=finer, buffer=buffers, finding=found)  # fmt: skip
+    dispatch = _Dispatch(
+        entry=ctypes.cast(kernel.msl_entry, ctypes.c_void_p).value,
+        image=start,
+        image_end=end,
+        grid=_Three(*grid),
+        threadgroup=_Three(*threadgroup),
+        buffers=len(buffers),
+        order=ORDERS.index(cfg.order),
+        seed=cfg.seed,
+        watchdog=cfg.watchdog,
+        noise=int(cfg.noise),
+        finer=finer,
+        buffer=buffers,
+        finding=found,
+    )
     hits = np.zeros(end - start, np.uint64) if cfg.check == "count" else None
     if hits is not None:
         dispatch.hits = hits.ctypes.data
     for b in buffers:
         b.read = b.written = 0
-    if runtime.msl_run(ctypes.byref(dispatch)):
+    with _one_at_a_time:
+        failed = runtime.msl_run(ctypes.byref(dispatch))
+    if failed:
         raise MemoryError("the emulator could not map its memory")
     return dispatch, found, hits
 
@@ -327,19 +426,28 @@ def _finding(f, path, lines, text, variables):
     source = lambda n: lines[n - 1] if 0 < n <= len(lines) else ""  # noqa: E731
     line = f.line or (build.kernel_line(str(path), f.pc) if f.pc else 0)
     names = {"variable": [name for name, _ in variables], "parameter": [p.name for p in text.parameters]}
-    message = re.sub(r"(variable|parameter) (\d+)", lambda m: names[m.group(1)][int(m.group(2))], f.message.decode())
+    message = re.sub(
+        r"(variable|parameter) (\d+)", lambda m: names[m.group(1)][int(m.group(2))], f.message.decode()
+    )
     found = Finding(f.kind.decode(), message, line, source(line), count=f.count)
     if f.has_thread:
         found.thread, found.group = tuple(f.thread), tuple(f.group)
     if f.has_other:
         found.other_thread, found.other_group = tuple(f.other_thread), tuple(f.other_group)
-        found.other_line = build.kernel_line(str(path), f.other_pc) if f.other_pc else 0
+        found.other_line = f.other_line or (build.kernel_line(str(path), f.other_pc) if f.other_pc else 0)
     return found
 
 
 def _uninitialised_locals(warnings, lines):
-    found = []
-    for m in re.finditer(r"kernel\.metal:(\d+):\d+: warning: ‘?'?(\w+).*? is used uninitialized", warnings):
-        line = int(m.group(1))
-        found.append(Finding("uninit-local-read", f"{m.group(2)} is used before it has a value", line, lines[line - 1]))
+    """What g++ says of local variables; elsewhere their bytes are 0xfe, which a result seldom survives."""
+    found, at = [], rf"^{re.escape(build.KERNEL)}:(\d+):\d+: "
+    for part in re.split(r"(?=^\S+: warning: )", warnings, flags=re.M):
+        told = re.search(r"warning: (.*?) (is|may be) used uninitialized", part)
+        place = re.search(
+            at + "(?:warning|note: .* declared here)", part, flags=re.M
+        )  # used, or declared, in the kernel
+        if told and place:
+            line = int(place.group(1))
+            message = f"{told.group(1)} {told.group(2)} used before it has a value"
+            found.append(Finding("uninit-local-read", message, line, lines[line - 1]))
     return found

@@ -1,8 +1,8 @@
 """Float operations of a dispatch: how often each basic block ran, times the float instructions in it.
 
-The kernel is compiled once more with a call at the head of every basic block (-fsanitize-coverage=trace-pc); the calls
-are counted by address, and the disassembly tells what stands between one call and the next. What is counted is what
-g++ made of the kernel: operations that it folded away are not in it.
+The kernel is compiled once more with a call at the head of every basic block (-fsanitize-coverage=trace-pc); the
+calls are counted by address, and the disassembly tells what stands between one call and the next. So it counts what
+g++ made of the kernel: operations that were folded away are not in it.
 """
 
 import re
@@ -14,7 +14,12 @@ ARITHMETIC = re.compile(r"v?(add|sub|mul|div|sqrt)(ss|sd|ps|pd)$")
 FUSED = re.compile(r"vf(n?m)(add|sub)\d+(ss|sd|ps|pd)$")
 LANES = {"ss": 1, "sd": 1, "ps": 4, "pd": 2}
 CALLED = re.compile(r"<(\w+)@plt>")
-SPECIAL = {f"{name}f" for name in ("exp exp2 log log2 log10 pow sin cos tan asin acos atan atan2 sinh cosh tanh asinh acosh atanh fmod").split()}
+SPECIAL = {
+    f"{name}f"
+    for name in (
+        "exp exp2 log log2 log10 pow sin cos tan asin acos atan atan2 sinh cosh tanh asinh acosh atanh fmod"
+    ).split()
+}
 
 
 @dataclass
@@ -33,7 +38,9 @@ class Flops:
 
 def blocks(path):
     """{offset after the counting call: (arithmetic, special)} of a shared object built with mode "count"."""
-    out = subprocess.run(["objdump", "-d", "--no-show-raw-insn", str(path)], capture_output=True, text=True, check=True).stdout
+    out = subprocess.run(
+        ["objdump", "-d", "--no-show-raw-insn", str(path)], capture_output=True, text=True, check=True
+    ).stdout
     found, current = {}, None
     pending = False
     for line in out.splitlines():

@@ -2,16 +2,10 @@
 // barriers and simd operations. Everything happens on one OS thread, in an order the caller chooses.
 #include "runtime.h"
 
-#include <csignal>
 #include <cstdarg>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
-#include <ctime>
-#include <sys/mman.h>
-#include <sys/syscall.h>
-#include <ucontext.h>
-#include <unistd.h>
 
 #ifndef __x86_64__
 #error "the fiber switch below is written for x86-64"
@@ -19,12 +13,8 @@
 
 namespace rt {
 
-Dispatch* D;
 Thread* current;
 u32 group_id, group_position[3], group_size[3];
-u64 space, stacks, stacks_end;
-Region region[SLOTS], tg_region[64];
-int tg_regions;
 volatile int inside, stop_wanted;
 u32 sg_meetings[MAX_THREADS / SIMD];
 
@@ -37,10 +27,7 @@ static Attributes attributes[MAX_THREADS];
 static u64 snapshot[MAX_THREADS][8];  // what each lane handed to the simd operation that was released last
 static u32 snapshot_mask[MAX_THREADS / SIMD];
 static void* main_sp;
-static void** arguments;
 static u32 live, tg_epoch, dev_epoch, sg_tg_epoch[MAX_THREADS / SIMD], sg_dev_epoch[MAX_THREADS / SIMD];
-static u64 tg_used, tg_bytes;  // arena of threadgroup memory: with and without red zones
-static u64 tg_offset[64];
 
 u64 mix(u64 x) {  // splitmix64
     x += 0x9e3779b97f4a7c15ull;
@@ -74,14 +61,17 @@ msl_switch:
 )");
 
 static void enter(Thread* t) {
+    inside = 1;  // until the fiber has the word: an interrupted switch cannot be left
     current = t;
     msl_switch(&main_sp, t->sp);
     current = nullptr;
+    if (stop_wanted) D->aborted = 1;
 }
 
 static void leave() {
     Thread* t = current;
     msl_switch(&t->sp, main_sp);
+    inside = 1;  // whoever calls leave() holds an Inside
 }
 
 void abort_dispatch() {
@@ -92,6 +82,8 @@ void abort_dispatch() {
 }
 
 static void fiber_main() {
+    inside = 0;
+    if (stop_wanted) abort_dispatch();
     D->entry(arguments, &attributes[current->index]);
     Inside guard;
     current->state = DONE;
@@ -142,6 +134,7 @@ static Finding* report_at(const char* kind, Thread* t, Thread* other, const char
     current = nullptr;
     if (f && other) {
         f->has_other = 1;
+        f->other_line = other->state != DONE && other->site ? other->site->line : 0;
         memcpy(f->other_thread, other->position, sizeof f->other_thread);
         memcpy(f->other_group, group_position, sizeof f->other_group);
     }
@@ -151,8 +144,10 @@ static Finding* report_at(const char* kind, Thread* t, Thread* other, const char
 void restamp() {
     for (u32 i = 0; i < live; i++) {
         Stamp base = (Stamp)(group_id + 1) << 40 | i;
-        threads[i].tg_stamp = base | (Stamp)(tg_epoch & 0xffff) << 24 | (Stamp)(sg_tg_epoch[i / SIMD] & 0x3fff) << 10;
-        threads[i].dev_stamp = base | (Stamp)(dev_epoch & 0xffff) << 24 | (Stamp)(sg_dev_epoch[i / SIMD] & 0x3fff) << 10;
+        threads[i].tg_stamp =
+            base | (Stamp)(tg_epoch & 0xffff) << 24 | (Stamp)(sg_tg_epoch[i / SIMD] & 0x3fff) << 10;
+        threads[i].dev_stamp =
+            base | (Stamp)(dev_epoch & 0xffff) << 24 | (Stamp)(sg_dev_epoch[i / SIMD] & 0x3fff) << 10;
     }
 }
 
@@ -189,7 +184,8 @@ static void run_simdgroup(u32 s, u64 salt) {
                 enter(&threads[first + order[i]]);
                 if (D->aborted) return;
             }
-        Thread* chosen = nullptr;  // lanes that wait at different places reconverge: the first in the text goes first
+        Thread* chosen =
+            nullptr;  // lanes that wait at different places reconverge: the first in the text goes first
         for (u32 i = 0; i < n; i++) {
             Thread& t = threads[first + i];
             if ((t.state == SIMD_OP || t.state == SG_BARRIER) && (!chosen || earlier(t, *chosen))) chosen = &t;
@@ -215,7 +211,9 @@ static void run_simdgroup(u32 s, u64 salt) {
         } else {
             bool matrix = matrix_op(chosen->op);
             if (elsewhere || done || (matrix && n < (u32)SIMD))
-                report_at(matrix ? "simdgroup-matrix-partial" : elsewhere ? "simd-op-divergent" : "simd-op-exited-lanes",
+                report_at(matrix      ? "simdgroup-matrix-partial"
+                          : elsewhere ? "simd-op-divergent"
+                                      : "simd-op-exited-lanes",
                           chosen, elsewhere, "%s",
                           elsewhere ? "some lanes of the simdgroup do not take part, they are elsewhere"
                           : done    ? "some lanes of the simdgroup have returned"
@@ -244,9 +242,8 @@ static bool release_barrier() {
     }
     if (!waiting) return false;
     if (other || gone) {
-        Finding* f = report_at("barrier-divergence", waiting, other ? other : gone, "threadgroup_barrier: %s",
-                               other ? "another thread waits at another barrier" : "another thread has returned");
-        if (f && other) snprintf(f->message, MESSAGE, "another thread waits at the barrier of line %u", other->site->line);
+        report_at("barrier-divergence", waiting, other ? other : gone, "threadgroup_barrier: %s",
+                  other ? "another thread waits at another barrier" : "another thread has returned");
         D->aborted = 1;
         return false;
     }
@@ -288,11 +285,21 @@ static void set_attributes(const u32* groups) {
                 threads[n].index = n;
                 memcpy(threads[n].position, p, sizeof p);
                 u32* v = attributes[n].values;
-                auto put3 = [&](const u32* a) { for (int d = 0; d < 3; d++) *v++ = a[d]; *v++ = 0; };
+                auto put3 = [&](const u32* a) {
+                    for (int d = 0; d < 3; d++) *v++ = a[d];
+                    *v++ = 0;
+                };
                 u32 zero[3] = {0, 0, 0}, in_grid[3];
                 for (int d = 0; d < 3; d++) in_grid[d] = group_position[d] * nominal[d] + p[d];
-                put3(nominal); put3(zero); put3(D->grid); put3(in_grid); put3(p); put3(group_position);
-                put3(groups); put3(D->grid); put3(group_size);
+                put3(nominal);
+                put3(zero);
+                put3(D->grid);
+                put3(in_grid);
+                put3(p);
+                put3(group_position);
+                put3(groups);
+                put3(D->grid);
+                put3(group_size);
                 *v++ = (all + 3) / 4;             // dispatch_quadgroups_per_threadgroup
                 *v++ = (all + SIMD - 1) / SIMD;   // dispatch_simdgroups_per_threadgroup
                 *v++ = n / 4;                     // quadgroup_index_in_threadgroup
@@ -309,11 +316,12 @@ static void set_attributes(const u32* groups) {
 
 static u32 gcd(u32 a, u32 b) { return b ? gcd(b, a % b) : a; }
 
-static void run_groups() {
+void run_groups() {
     u32 groups[3];
     for (int d = 0; d < 3; d++) groups[d] = (D->grid[d] + D->threadgroup[d] - 1) / D->threadgroup[d];
     u32 total = groups[0] * groups[1] * groups[2];
-    u32 stride = 1 + mix(D->seed) % total;  // random order: a stride that has no factor in common with their number
+    u32 stride =
+        1 + mix(D->seed) % total;  // random order: a stride that has no factor in common with their number
     while (gcd(stride, total) != 1) stride = stride % total + 1;
     for (u32 i = 0; i < total && !D->aborted; i++) {
         u32 g = D->order == 1 ? total - 1 - i : i;
@@ -331,65 +339,11 @@ static void run_groups() {
     }
 }
 
-// The watchdog: a timer on this thread's CPU time. A kernel that hangs is left where it is.
-static void on_timer(int, siginfo_t*, void* context) {
-    if (!current) return;
-    stop_wanted = 1;
-    u64 pc = ((ucontext_t*)context)->uc_mcontext.gregs[REG_RIP];
-    if (inside) return;
-    inside = inside + 1;
-    report("hang", pc >= D->image && pc < D->image_end ? pc - D->image + 1 : 0, 0, "no end after %.1f s of CPU time",
-           D->watchdog);
-    inside = inside - 1;
-    abort_dispatch();
-}
-
-static bool map_memory() {
-    if (!space) {
-        void* p = mmap(nullptr, SLOT * SLOTS, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-        if (p == MAP_FAILED) return false;
-        space = ((u64)p + 4095) & ~4095ull;
-        p = mmap(nullptr, STACK * MAX_THREADS, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-        if (p == MAP_FAILED) return false;
-        stacks = (u64)p;
-        stacks_end = stacks + STACK * MAX_THREADS;
-    }
-    return true;
-}
-
-static u64 pages(u64 bytes) { return (bytes + 4095 + 64) & ~4095ull; }
-
-static bool map_region(int slot, u64 bytes, u32 granule, int buffer, bool shadow) {
-    Region& r = region[slot];
-    r.start = space + slot * SLOT + MARGIN;
-    r.bytes = bytes;
-    r.granule = granule;
-    r.buffer = buffer;
-    r.cells = nullptr;
-    if (mprotect((void*)r.start, pages(bytes), PROT_READ | PROT_WRITE)) return false;
-    if (shadow) r.cells = (Cell*)calloc(bytes / granule + 8, sizeof(Cell));
-    return !shadow || r.cells;
-}
-
-static void unmap_regions() {
-    for (int s = 0; s < SLOTS; s++)
-        if (region[s].start) {
-            madvise((void*)region[s].start, pages(region[s].bytes), MADV_DONTNEED);
-            mprotect((void*)region[s].start, pages(region[s].bytes), PROT_NONE);
-            free(region[s].cells);
-            region[s] = Region{};
-        }
-    for (int i = 0; i < tg_regions; i++) free(tg_region[i].cells);
-    tg_regions = 0;
-}
-
 }  // namespace rt
 
 using namespace rt;
 
-// ---- called by the shim ----
-extern "C" {
-
+extern "C" {  // called by the shim
 void msl_barrier(u8 flags, const Site* site, bool simdgroup) {
     Inside guard;
     current->state = simdgroup ? SG_BARRIER : TG_BARRIER;
@@ -399,7 +353,8 @@ void msl_barrier(u8 flags, const Site* site, bool simdgroup) {
     leave();
 }
 
-// Hands in `size` bytes, waits for the other lanes, returns what all of them handed in (64 bytes a lane) and who they are.
+// Hands in `size` bytes, waits for the other lanes, returns what all of them handed in (64 bytes a lane) and who
+// they are.
 const void* msl_exchange(const void* value, u32 size, u32 op, const Site* site, u32* mask, u32 flops) {
     Inside guard;
     Thread* t = current;
@@ -419,92 +374,6 @@ u32 msl_lane() { return current->index % SIMD; }
 void msl_bad_lane(const Site* site, u32 lane) {
     Inside guard;
     report("shuffle-inactive-lane", 0, site->line, "lane %u takes no part in this operation", lane);
-}
-
-void* msl_tg_variable(u32 number, u64 size, u64 align, u32 granule) {
-    Inside guard;
-    if (number < (u32)tg_regions && tg_region[number].start) return (void*)tg_region[number].start;
-    if (number >= 64) abort_dispatch();
-    align = align < 16 ? 16 : align;
-    tg_used = (tg_used + TG_GAP + align - 1) / align * align;
-    tg_bytes = (tg_bytes + align - 1) / align * align + size;
-    if (tg_bytes > TG_LIMIT) {
-        report("threadgroup-memory-limit", (u64)__builtin_return_address(0) - D->image, 0,
-               "%llu bytes of threadgroup memory, the limit is 32768", (unsigned long long)tg_bytes);
-        abort_dispatch();
-    }
-    Region& r = tg_region[number];
-    r.start = region[0].start + tg_used;
-    r.bytes = size;
-    r.granule = D->finer ? 1 : granule;
-    r.buffer = -1;
-    r.cells = (Cell*)calloc(size / r.granule + 8, sizeof(Cell));
-    if (number >= (u32)tg_regions) tg_regions = number + 1;
-    memset((void*)r.start, 0xff, size);
-    tg_used += size;
-    D->tg_bytes = tg_bytes;
-    return (void*)r.start;
-}
-
-u64 msl_noise_bits(u64 salt) { return D->noise ? mix(D->seed * 0x2545f4914f6cdd1dull + salt) : 0; }
-int msl_noise_on() { return D->noise; }
-
-// ---- called by the emulator ----
-int msl_run(Dispatch* dispatch) {
-    D = dispatch;
-    current = nullptr;
-    inside = stop_wanted = 0;
-    tg_used = tg_bytes = 0;
-    if (!map_memory() || !map_region(0, 4 * TG_LIMIT, 1, -1, false)) return 1;
-    void* pointers[SLOTS];
-    for (u32 i = 0; i < D->buffers; i++) {
-        Buffer& b = D->buffer[i];
-        if (!map_region(i + 1, b.bytes, D->finer ? 1 : b.granule, i, b.writable)) return 1;
-        Region& r = region[i + 1];
-        if (b.data) memcpy((void*)r.start, b.data, b.bytes);
-        else memset((void*)r.start, 0xff, b.bytes);
-        if (b.writable && b.initialised)
-            for (u64 k = 0; k < (b.bytes + r.granule - 1) / r.granule; k++) r.cells[k].write = INITIAL;
-        pointers[i] = (void*)r.start;
-    }
-    D->finer = 0;
-    arguments = pointers;
-    struct sigaction action {}, old {};
-    action.sa_sigaction = on_timer;
-    action.sa_flags = SA_SIGINFO | SA_NODEFER | SA_RESTART;
-    int signal_number = SIGRTMIN + 5;
-    sigaction(signal_number, &action, &old);
-    sigevent event{};
-    event.sigev_notify = SIGEV_THREAD_ID;
-    event.sigev_signo = signal_number;
-    event._sigev_un._tid = (pid_t)syscall(SYS_gettid);
-    timer_t timer;
-    if (timer_create(CLOCK_THREAD_CPUTIME_ID, &event, &timer)) return 1;
-    itimerspec when{};
-    when.it_value.tv_sec = (time_t)D->watchdog;
-    when.it_value.tv_nsec = (long)((D->watchdog - (time_t)D->watchdog) * 1e9) + 1;
-    when.it_interval.tv_nsec = 50000000;  // again, in case the kernel was inside the runtime the first time
-    timer_settime(timer, 0, &when, nullptr);
-    run_groups();
-    timer_delete(timer);
-    current = nullptr;
-    if (stop_wanted) {
-        bool told = false;
-        for (u32 i = 0; i < D->finding_count; i++) told |= !strcmp(D->finding[i].kind, "hang");
-        if (!told) report("hang", 0, 0, "no end after %.1f s of CPU time", D->watchdog);
-    }
-    sigaction(signal_number, &old, nullptr);
-    for (u32 i = 0; i < D->buffers; i++) {
-        Buffer& b = D->buffer[i];
-        Region& r = region[i + 1];
-        if (b.result) memcpy(b.result, (void*)r.start, b.bytes);
-        b.unwritten = 0;
-        if (b.writable && !b.initialised)
-            for (u64 k = (b.bytes + r.granule - 1) / r.granule; k-- > 0;)
-                if (!r.cells[k].write) b.unwritten++, b.first_unwritten = k * r.granule;
-    }
-    unmap_regions();
-    return 0;
 }
 
 }  // extern "C"

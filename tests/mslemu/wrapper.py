@@ -29,8 +29,8 @@ UINT3 = {
 UINT = {
     "dispatch_quadgroups_per_threadgroup", "dispatch_simdgroups_per_threadgroup", "quadgroup_index_in_threadgroup",
     "quadgroups_per_threadgroup", "simdgroup_index_in_threadgroup", "simdgroups_per_threadgroup",
-    "thread_execution_width", "thread_index_in_quadgroup", "thread_index_in_simdgroup", "thread_index_in_threadgroup",
-    "threads_per_simdgroup",
+    "thread_execution_width", "thread_index_in_quadgroup", "thread_index_in_simdgroup",
+    "thread_index_in_threadgroup", "threads_per_simdgroup",
 }  # fmt: skip
 ATTRIBUTES = sorted(UINT3 | UINT)
 CONSTANT_BELOW = 8  # elements
@@ -101,8 +101,10 @@ def generate(name, input_names, output_names, source, header, atomic_outputs, in
         if p.role == "output" and not attributes and i >= len(inputs) + len(output_names) - 1:
             end = ") {\n"
         lines.append(f"  {p.decl} {p.name} [[buffer({i})]]{end}")
-    for i, a in enumerate(attributes):
-        lines.append(f"  {'uint3' if a in UINT3 else 'uint'} {a} [[{a}]]" + (",\n" if a != attributes[-1] else ") {\n"))
+    for a in attributes:
+        lines.append(
+            f"  {'uint3' if a in UINT3 else 'uint'} {a} [[{a}]]" + (",\n" if a != attributes[-1] else ") {\n")
+        )
     head = header
     if template:
         head += "template <" + ", ".join(f"{template_kind(v)} {n}" for n, v in template) + ">\n"
@@ -115,7 +117,7 @@ def generate(name, input_names, output_names, source, header, atomic_outputs, in
 
 
 def mlx_text(kernel, inputs, **call):
-    """The text MLX itself generates for this call, on any machine: exporting a graph records the kernel as a string."""
+    """The text MLX itself generates for this call, on any machine: an exported graph holds it as a string."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "graph.mlxfn"
         arrays = [x for x in inputs if isinstance(x, mx.array)]
@@ -150,7 +152,7 @@ def find_close(text, at, pair="()"):
 
 
 def threadgroup_variables(text):
-    """[(start, end, type, [(name, extents)])] of the declarations `threadgroup T a[N], b;` (pointers are left out)."""
+    """[(start, end, type, [(name, extents)])] of the declarations `threadgroup T a[N], b;`, pointers left out."""
     code, found = blank_comments(text), []
     for match in re.finditer(r"\bthreadgroup\s+", code):
         end, depth = match.end(), 0
@@ -177,12 +179,14 @@ def threadgroup_variables(text):
 
 
 def rewrite_threadgroup(text):
-    """The text with threadgroup variables turned into references to emulated memory (the only edit), lines kept."""
+    """The text with threadgroup variables turned into references to emulated memory, the only edit; lines kept."""
     variables, out, last, number = [], [], 0, 0
     for start, end, kind, names in threadgroup_variables(text):
         new = ""
         for name, extents in names:
-            new += f"typedef {kind} msl_tg_{name}_t{extents}; auto& {name} = msl::tg_var<msl_tg_{name}_t>({number}); "
+            new += (
+                f"typedef {kind} msl_tg_{name}_t{extents}; auto& {name} = msl::tg_var<msl_tg_{name}_t>({number}); "
+            )
             variables.append((name, text.count("\n", 0, start) + 1))
             number += 1
         out += [text[last:start], new + "\n" * text.count("\n", start, end)]
