@@ -1,8 +1,8 @@
 """The hot spots: softmax, INT8 matrix product, and the fused H3 state update.
 
-Each module holds one operation: its maths and layout, a reference in plain MLX ops that runs on any device and on an
-explicit CPU stream, and the dispatcher that picks what runs. `KERNELS` in each module maps a device type to a
-hand-written kernel with the reference's arguments; it is empty as yet, so the reference runs everywhere.
+Each module holds one operation: its maths and layout, the GPU kernels as Metal (and CUDA) source, a reference in plain
+MLX ops that runs on any device and on an explicit CPU stream, and the dispatcher that picks what runs. A kernel runs
+only where it has passed its self-test (`_dispatch.py`, `_trust.py`); `_gpu.py` lets one source serve both languages.
 """
 
 from mlx_cosyh3.kernels._dispatch import use_kernels

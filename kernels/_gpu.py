@@ -14,6 +14,8 @@ import threading
 import mlx.core as mx
 
 CUDA_WORDS = r"""
+#undef __device__  // CUDA's headers spell it with the word `device`, which is about to vanish
+#define __device__ __attribute__((__device__))
 #define device
 #define constant
 #define thread

@@ -1,4 +1,4 @@
-"""The command `mlx_cosyh3`: generate, repl, perplexity, convert, verify, info.
+"""The command `mlx_cosyh3`: generate, repl, perplexity, convert, verify, info, doctor.
 
 Data goes to stdout, everything else to stderr, where progress and statistics only appear in a terminal (or with
 --stats). An error that a user can mend is one line on stderr and exit status 2; --debug shows where it came from.
@@ -16,6 +16,7 @@ from pathlib import Path
 import mlx_cosyh3
 from mlx_cosyh3.console import DEFAULTS, OPTIONS, check, show, stats_line, unescape
 from mlx_cosyh3.errors import CosyH3Error, nearest
+from mlx_cosyh3.kernels import _dispatch
 
 PIECE = 2**16  # bytes read at once from a file
 
@@ -30,6 +31,7 @@ def main(argv=None):
     if isinstance(args, int):
         return args
     try:
+        _dispatch.allowed()  # a misspelt MLX_COSYH3_KERNELS is named before any work is done
         status = args.run(args)
         sys.stdout.flush()
         return status or 0
@@ -123,6 +125,7 @@ def _commands():
         ("convert", convert.add_arguments, convert.run, "convert a checkpoint to an MLX model folder"),
         ("verify", verify.add_arguments, verify.run, "compare a converted model with the checkpoint it came from"),
         ("info", _add_model, _info, "show what a model folder holds"),
+        ("doctor", _add_doctor, _doctor, "test the kernels on this machine"),
     ]
 
 
@@ -328,3 +331,15 @@ def _info(args):
     print(f"folder: {folder}\nweights: {size / 1e6:.1f} MB in {len(files)} file{'s' * (len(files) != 1)}")
     for key, value in sorted(config.items()):
         print(f"{key}: {value}")
+
+
+def _add_doctor(parser):
+    parser.add_argument(
+        "--json", metavar="FILE", help="also write a report to attach to a bug; '-' prints it in place of the table"
+    )
+
+
+def _doctor(args):
+    from mlx_cosyh3 import doctor
+
+    return doctor.run(args.json)

@@ -24,6 +24,7 @@ from mlx.utils import tree_flatten, tree_map_with_path
 
 from mlx_cosyh3.cache import H3Cache, H3State, KVState, fingerprint
 from mlx_cosyh3.errors import CheckpointError
+from mlx_cosyh3.h3_fused import FusedStep
 from mlx_cosyh3.int8 import Int8Embedding, Int8Linear
 from mlx_cosyh3.kernels import H3StepParams, h3_step
 from mlx_cosyh3.scan import DiagonalScan, ShiftScan
@@ -157,8 +158,12 @@ class Attention(nn.Module):
 
     def __call__(self, x, state, offsets):
         """x [B, T, D] -> [B, T, D]; offsets = tokens each row has read before (int, or int array [B])."""
-        B, T, D = x.shape
-        qkv = self.Wqkv(x).reshape(B, T, 3, self._heads, -1).transpose(2, 0, 3, 1, 4)
+        return self.out_proj(self.attend(self.Wqkv(x), state, offsets))
+
+    def attend(self, qkv, state, offsets):
+        """What lies between the projections: qkv [B, T, 3D] -> [B, T, D]."""
+        B, T, _ = qkv.shape
+        qkv = qkv.reshape(B, T, 3, self._heads, -1).transpose(2, 0, 3, 1, 4)
         q, k, v = qkv[0], qkv[1], qkv[2]  # [B, heads, T, dim]
         if self._rotary:
             q, k = (
@@ -167,7 +172,13 @@ class Attention(nn.Module):
             )
         k, v, start = state.append(k, v)
         y = mx.fast.scaled_dot_product_attention(q, k, v, scale=q.shape[-1] ** -0.5, mask=state.mask(T, start))
-        return self.out_proj(y.swapaxes(1, 2).reshape(B, T, D))
+        return y.swapaxes(1, 2).reshape(B, T, -1)
+
+
+def offsets_of(cache):
+    """Tokens read before, for rotary positions: an int, or int32 [B] where rows differ."""
+    same = (cache.lengths == cache.lengths[0]).all()
+    return int(cache.lengths[0]) if same else mx.array(cache.lengths.astype(np.int32))
 
 
 def gelu_tanh(x):
@@ -210,6 +221,7 @@ class H3(nn.Module, TextGeneration):
             self.lm_head = nn.Linear(config.d_model, config.padded_vocab_size, bias=False)
         self.config, self.kv_window = config, kv_window
         self.tokenizer = self.fingerprint = None
+        self._fused_step = FusedStep()
 
     def load_weights(self, *args, **kwargs):
         super().load_weights(*args, **kwargs)
@@ -220,6 +232,7 @@ class H3(nn.Module, TextGeneration):
         tables = [a for layer in self.layers if isinstance(layer.mixer, H3Mixer) for a in layer.mixer.prepare()]
         mx.eval(self.parameters(), tables)
         self.fingerprint = fingerprint(self)
+        self._fused_step = FusedStep()
         self.freeze()
         self.eval()
         return self
@@ -297,6 +310,8 @@ class H3(nn.Module, TextGeneration):
 
     def step(self, ids, cache):
         """Logits [B, padded vocabulary] after one more token a row, ids [B] int32."""
+        if ids.shape[0] == 1 and self._fused_step.usable(self):
+            return self._fused_step(self, ids, cache)
         return self._head(self._hidden(ids[:, None], cache)[:, 0])
 
     def _hidden(self, ids, cache, lengths=None):
@@ -304,8 +319,7 @@ class H3(nn.Module, TextGeneration):
         B, T = ids.shape
         ragged = lengths is not None and (lengths != T).any()
         lengths = lengths if ragged else np.full(B, T)
-        same = (cache.lengths == cache.lengths[0]).all()
-        offsets = int(cache.lengths[0]) if same else mx.array(cache.lengths.astype(np.int32))
+        offsets = offsets_of(cache)
         x, r = self.embeddings(ids), None
         for layer, state in zip(self.layers, cache.layers):
             r = x if r is None else r + x

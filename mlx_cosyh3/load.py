@@ -9,6 +9,7 @@ import mlx.core as mx
 from mlx.utils import tree_flatten
 
 from mlx_cosyh3.errors import CheckpointError, CosyH3Error, nearest
+from mlx_cosyh3.floor import check_machine
 from mlx_cosyh3.tokenizer import Tokenizer
 
 EMBEDDED = Path(__file__).parent / "models"
@@ -23,6 +24,7 @@ def load(path_or_repo=None, *, revision=None, kv_window=None):
     kv_window   the attention layers look at this many last tokens (None: at all), which bounds memory and time
     Returns the model, evaluated, with its `tokenizer` and `config`; any thread may use it.
     Raises CosyH3Error (CheckpointError for a folder that holds no such model)."""
+    check_machine()
     if kv_window is not None and (not isinstance(kv_window, int) or kv_window < 1):
         raise CosyH3Error(f"kv_window must be a whole number of tokens from 1, not {kv_window!r}")
     folder = find_model(path_or_repo, revision)

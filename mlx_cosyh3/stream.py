@@ -5,6 +5,7 @@ Threads are used again: MLX's CPU backend keeps an OS thread for every Python th
 """
 
 import atexit
+import contextvars
 import queue
 import threading
 
@@ -18,6 +19,7 @@ class Stream:
     def __init__(self, run):
         """`run` has pieces(), a generator of pieces (falsy ones are not passed on), and result()."""
         self._run = run
+        self._context = contextvars.copy_context()  # `use_kernels` and the like hold in the worker, too
         self._pieces = queue.Queue(maxsize=8)
         self._closed, self._done = threading.Event(), threading.Event()
         self._started = False
@@ -31,7 +33,7 @@ class Stream:
             if not self._started:
                 self._started = True
                 # The work must not hold the stream, or an abandoned one would never be collected and closed.
-                _start(_work, self._run, self._pieces, self._closed, self._done)
+                _start(self._context.run, _work, self._run, self._pieces, self._closed, self._done)
             piece = self._pieces.get()
             if isinstance(piece, BaseException):
                 self.close()
