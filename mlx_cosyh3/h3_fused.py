@@ -4,17 +4,25 @@ Launches, not arithmetic, are what a token costs on a large GPU. This is `H3.ste
 quantised) weights of one dtype and head_dim 1; anything else takes the general way, with the same result.
 """
 
+from functools import partial
+
 import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_cosyh3.kernels import _dispatch, h3_layer
+from mlx_cosyh3.stream import owned_thread
 
 
 class FusedStep:
-    """Called as step(model, ids [1], cache) -> logits [1, padded vocabulary], if `usable(model)`."""
+    """Called as step(model, ids [1], cache) -> logits [1, padded vocabulary], if `usable(model)`.
+
+    The H3 layers between two attention layers are one compiled function, with the embedding and the head in the first
+    and the last: what it costs to build the graph would otherwise be more than the work. (Attention layers are not
+    compiled: their arrays grow. Nor is anything in a thread of the caller's, see stream.owned_thread.)"""
 
     def __init__(self):
         self._usable = {}  # kernels that may run -> whether all pieces of this model do
+        self._runs = None
 
     def usable(self, model):
         if not _dispatch.on_gpu():
@@ -25,23 +33,65 @@ class FusedStep:
         return self._usable[choice]
 
     def __call__(self, model, ids, cache):
-        position = int(cache.lengths[0])
-        r = model.embeddings(ids)[0]  # [D], the residual
-        for layer, state in zip(model.layers, cache.layers):
-            mixer, fc1, fc2 = layer.mixer, layer.mlp.fc1, layer.mlp.fc2
-            if hasattr(mixer, "Wqkv"):
-                qkv = h3_layer.norm_linear(r, mixer.Wqkv.weight, mixer.Wqkv.bias, layer_norm=_norm(layer.norm1))
-                y, out = mixer.attend(qkv[None, None], state, position)[0, 0], mixer.out_proj
-            else:
-                y, state.shift, state.ssm = h3_layer.h3_mixer(
-                    r, _norm(layer.norm1), _projections(mixer), state.shift, state.ssm, mixer._params
-                )
-                out = mixer.output_linear
-            r = h3_layer.norm_linear(y, out.weight, out.bias, residual=r)
-            h = h3_layer.norm_linear(r, fc1.weight, fc1.bias, layer_norm=_norm(layer.norm2), activation="gelu_tanh")
-            r = h3_layer.norm_linear(h, fc2.weight, fc2.bias, residual=r)
+        if self._runs is None:
+            self._runs = _runs(model)
+        position, x = int(cache.lengths[0]), ids
+        for plain, compiled, layers in self._runs:
+            if plain is None:
+                x = _attention_layer(model.layers[layers[0]], x, cache.layers[layers[0]], position)
+                continue
+            states = [cache.layers[i] for i in layers]
+            x, new = (compiled if owned_thread() else plain)(x, [s.arrays() for s in states])
+            for state, (shift, ssm) in zip(states, new):
+                state.shift, state.ssm = shift, ssm
         cache.lengths = cache.lengths + 1
-        return h3_layer.norm_linear(r, _head(model), layer_norm=_norm(model.norm_f))[None]
+        return x
+
+
+def _runs(model):
+    """(function, the same compiled, its layers) for each run of H3 layers, (None, None, [i]) for an attention layer."""
+    attention = [hasattr(layer.mixer, "Wqkv") for layer in model.layers]
+    groups = [[]]
+    for i, is_attention in enumerate(attention):
+        if is_attention:
+            groups += [[i], []]
+        else:
+            groups[-1].append(i)
+    runs = []
+    for n, layers in enumerate(groups):
+        if layers and attention[layers[0]]:
+            runs.append((None, None, layers))
+        elif layers or n in (0, len(groups) - 1):
+            plain = partial(_h3_layers, model, layers, n == 0, n == len(groups) - 1)
+            runs.append((plain, mx.compile(plain), layers))
+    return runs
+
+
+def _h3_layers(model, layers, first, last, x, states):
+    """`layers` for one token. x is ids [1] if `first`, else the residual [D]; logits [1, V] come back if `last`."""
+    r, new = model.embeddings(x)[0] if first else x, []
+    for i, (shift, ssm) in zip(layers, states):
+        layer = model.layers[i]
+        m = layer.mixer
+        y, shift, ssm = h3_layer.h3_mixer(r, _norm(layer.norm1), _projections(m), shift, ssm, m._params)
+        new.append([shift, ssm])
+        r = _mlp(layer, h3_layer.norm_linear(y, m.output_linear.weight, m.output_linear.bias, residual=r))
+    if last:
+        r = h3_layer.norm_linear(r, _head(model), layer_norm=_norm(model.norm_f))[None]
+    return r, new
+
+
+def _attention_layer(layer, r, state, position):
+    m = layer.mixer
+    qkv = h3_layer.norm_linear(r, m.Wqkv.weight, m.Wqkv.bias, layer_norm=_norm(layer.norm1))
+    y = m.attend(qkv[None, None], state, position)[0, 0]
+    return _mlp(layer, h3_layer.norm_linear(y, m.out_proj.weight, m.out_proj.bias, residual=r))
+
+
+def _mlp(layer, r):
+    fc1, fc2 = layer.mlp.fc1, layer.mlp.fc2
+    h = h3_layer.norm_linear(r, fc1.weight, fc1.bias, layer_norm=_norm(layer.norm2), activation="gelu_tanh")
+    return h3_layer.norm_linear(h, fc2.weight, fc2.bias, residual=r)
 
 
 def _norm(layer_norm):
