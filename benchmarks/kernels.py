@@ -77,7 +77,7 @@ def times_of(kernel, function, chain=20):
 def bench_softmax(limit):
     print("\n| softmax | dtype | kernel, us | mx.softmax, us | ratio | softmax + lse: kernel, us | in MLX ops, us | ratio "
           "| GB/s | of the copy |\n" + "| ---: " * 10 + "|")  # fmt: skip
-    for rows, n in ((1, 6761), (64, 6761), (1, 50264), (16, 50264), (1, 151936), (16, 151936), (512, 50264)):
+    for rows, n in ((64, 6761), (1, 50264), (16, 50264), (1, 151936), (16, 151936), (512, 50264)):
         for dtype in (mx.float32, mx.float16):
             x = mx.random.normal((rows, n), key=mx.random.key(0)).astype(dtype)
             mx.eval(x)
@@ -92,14 +92,14 @@ def bench_softmax(limit):
 def bench_int8(limit):
     print("\n| int8 [K -> N] | rows | kernel, us | quantized_matmul 8 bits, us | ratio | fp16 matmul, us | ratio | GB/s | of the copy |\n"
           + "| ---: " * 9 + "|")  # fmt: skip
-    shapes = [(768, 768), (768, 3072), (896, 896), (896, 4864), (4864, 896), (1024, 4096), (2048, 8192), (2560, 10240), (8192, 8192)]
+    shapes = [(768, 3072), (896, 896), (896, 4864), (4864, 896), (2048, 8192), (2560, 10240), (8192, 8192)]
     for K, N in shapes:
         w = mx.random.normal((N, K), key=mx.random.key(1)).astype(mx.float16)
         q = mx.random.randint(-127, 128, (N, K), key=mx.random.key(2)).astype(mx.int8)
         scale, bias = mx.ones((N,)) / 1000, mx.zeros((N,))
         affine = mx.quantize(w, group_size=64, bits=8) if K % 64 == 0 else mx.quantize(w, group_size=32, bits=8)
         mx.eval(w, q, scale, bias, affine)
-        for M in (1, 4, 8, 64):
+        for M in (1, 8):
             x = mx.random.normal((M, K), key=mx.random.key(3)).astype(mx.float16)
             mx.eval(x)
             ours, _ = times_of("int8_matmul", lambda: [int8_matmul(x, q, scale)])

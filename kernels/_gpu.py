@@ -9,6 +9,7 @@ A body is written in Metal's words; for CUDA the header below gives those words 
 - conversions from and to half by static_cast; only mem_threadgroup barriers.
 """
 
+import hashlib
 import threading
 
 import mlx.core as mx
@@ -76,9 +77,11 @@ class GpuKernel:
         }  # fmt: skip
 
     def cuda_arguments(self):
-        """The keyword arguments of `mx.fast.cuda_kernel`."""
+        """The keyword arguments of `mx.fast.cuda_kernel`. MLX keeps compiled CUDA kernels, on disk too, by name and
+        template values alone: the name carries a digest of the text, and every dtype that varies is a template value."""
+        digest = hashlib.sha256((self.cuda_header + self.cuda_body).encode()).hexdigest()[:8]
         return {
-            "name": self.name, "input_names": self.inputs, "output_names": self.outputs,
+            "name": f"{self.name}_{digest}", "input_names": self.inputs, "output_names": self.outputs,
             "source": self.cuda_body, "header": self.cuda_header, "ensure_row_contiguous": self.contiguous,
         }  # fmt: skip
 

@@ -14,7 +14,7 @@ there the weight is dequantised for it.
 """
 
 from mlx_cosyh3.kernels._gpu import GpuKernel
-from mlx_cosyh3.kernels.int8_gemv import ACTIVATIONS, FINISH, METAL_EPILOGUE, OPERANDS
+from mlx_cosyh3.kernels.int8_gemv import FINISH, METAL_EPILOGUE, OPERANDS, ending
 
 TILE = 32
 THREADS = 128
@@ -92,13 +92,11 @@ INT8_DEQUANTIZE = GpuKernel("int8_dequantize", ["weight", "scale"], ["out"], DEQ
 def gemm(x, weight, scale, bias, tile_dtype, activation=None, times=None, residual=None):
     """The call of INT8_GEMM, as keyword arguments: x, times, residual [rows, K or N] of one dtype, bias fp32 or None."""
     rows, n = x.shape[0], weight.shape[0]
-    template = [
-        ("T", x.dtype), ("X", tile_dtype), ("BIAS", bias is not None), ("ACT", ACTIVATIONS[activation]),
-        ("TIMES", times is not None), ("RESIDUAL", residual is not None),
-    ]  # fmt: skip
-    inputs = [x, weight, scale, scale if bias is None else bias, x if times is None else times, x if residual is None else residual]
+    inputs, flags = ending(x, scale, bias, activation, times, residual)
+    template = [("T", x.dtype), ("X", tile_dtype), *flags]
     return {
-        "inputs": inputs, "template": template, "output_shapes": [(rows, n)], "output_dtypes": [x.dtype],
+        "inputs": [x, weight, scale, *inputs], "template": template,
+        "output_shapes": [(rows, n)], "output_dtypes": [x.dtype],
         "grid": (THREADS * -(-n // TILE), -(-rows // TILE), 1), "threadgroup": (THREADS, 1, 1),
     }  # fmt: skip
 
@@ -106,6 +104,7 @@ def gemm(x, weight, scale, bias, tile_dtype, activation=None, times=None, residu
 def dequantize(weight, scale, dtype):
     """The call of INT8_DEQUANTIZE: the weight [N, K] in `dtype`."""
     return {
-        "inputs": [weight, scale], "template": [("T", dtype)], "output_shapes": [weight.shape], "output_dtypes": [dtype],
+        "inputs": [weight, scale], "template": [("T", dtype)],
+        "output_shapes": [weight.shape], "output_dtypes": [dtype],
         "grid": (256 * weight.shape[0], 1, 1), "threadgroup": (256, 1, 1),
     }  # fmt: skip

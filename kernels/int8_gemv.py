@@ -134,7 +134,9 @@ METAL_INTEGER_BODY = metal_body(
 )
 
 CUDA_LOADS = """
-__device__ __forceinline__ bool int8_aligned(const void* p, int bytes) { return reinterpret_cast<size_t>(p) % bytes == 0; }
+__device__ __forceinline__ bool int8_aligned(const void* p, int bytes) {
+  return reinterpret_cast<size_t>(p) % bytes == 0;
+}
 // 8 or 16 weights, which are read once: they need not push x out of the L1 cache.
 __device__ __forceinline__ uint2 int8_load8(const void* p) {
   uint2 v;
@@ -143,7 +145,8 @@ __device__ __forceinline__ uint2 int8_load8(const void* p) {
 }
 __device__ __forceinline__ uint4 int8_load16(const void* p) {
   uint4 v;
-  asm("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
+  asm("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+      : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
   return v;
 }
 """
@@ -181,7 +184,8 @@ def cuda_body(kind, step, wide, operands, loads, products, narrow_product, finis
   {kind} sums[V];
   for (int i = 0; i < V; i++) sums[i] = 0;
   const int index = lane * V / 32;  // of the sum that this lane finishes
-  const bool finishes = part == 0 && lane % (32 / V) == 0 && index < M * R && row0 + index / R < rows && n0 + index % R < N;
+  const bool finishes = part == 0 && lane % (32 / V) == 0 && index < M * R &&
+                        row0 + index / R < rows && n0 + index % R < N;
   const int row = finishes ? row0 + index / R : 0, n = finishes ? n0 + index % R : 0;
 {operands}
   if ({wide}) {{
@@ -225,7 +229,8 @@ CUDA_BODY = cuda_body(
     8,
     "K % 8 == 0 && int8_aligned(weight, 8) && int8_aligned(x, 16)",
     OPERANDS + """
-    const uint early = __float_as_uint(scale_n) | __float_as_uint(bias_n) | __float_as_uint(times_n) | __float_as_uint(residual_n);
+    const uint early = __float_as_uint(scale_n) | __float_as_uint(bias_n) | __float_as_uint(times_n) |
+                       __float_as_uint(residual_n);
 """,
     """
       struct __align__(16) X { uint bits[2 * sizeof(T)]; };  // 8 values of x
@@ -315,12 +320,16 @@ def slice_rows(rows):
 
 def gemv(x, weight, scale, bias, shape, activation=None, times=None, residual=None):
     """The call of INT8_GEMV, as keyword arguments: x, times, residual [rows, K or N] of one dtype, bias fp32 or None."""
-    template = [
-        ("T", x.dtype), *zip("MRS", shape), ("BIAS", bias is not None), ("ACT", ACTIVATIONS[activation]),
-        ("TIMES", times is not None), ("RESIDUAL", residual is not None),
-    ]  # fmt: skip
-    inputs = [x, weight, scale, scale if bias is None else bias, x if times is None else times, x if residual is None else residual]
-    return launch(x, weight, shape, inputs, template, x.dtype)
+    inputs, flags = ending(x, scale, bias, activation, times, residual)
+    template = [("T", x.dtype), *zip("MRS", shape), *flags]
+    return launch(x, weight, shape, [x, weight, scale, *inputs], template, x.dtype)
+
+
+def ending(x, scale, bias, activation, times, residual):
+    """The last inputs of a float kernel and what its template says of them; in place of None another one of the dtype."""
+    inputs = [scale if bias is None else bias, x if times is None else times, x if residual is None else residual]
+    flags = [("BIAS", bias is not None), ("ACT", ACTIVATIONS[activation])]
+    return inputs, [*flags, ("TIMES", times is not None), ("RESIDUAL", residual is not None)]
 
 
 def gemv_int8(x, x_scale, weight, scale, bias, shape):
@@ -335,6 +344,7 @@ def launch(x, weight, shape, inputs, template, dtype):
     group = max(SIMDGROUPS, s)
     groups = -(-weight.shape[0] // (r * group // s))
     return {
-        "inputs": inputs, "template": template, "output_shapes": [(x.shape[0], weight.shape[0])], "output_dtypes": [dtype],
+        "inputs": inputs, "template": template,
+        "output_shapes": [(x.shape[0], weight.shape[0])], "output_dtypes": [dtype],
         "grid": (32 * group * groups, -(-x.shape[0] // m), 1), "threadgroup": (32 * group, 1, 1),
     }  # fmt: skip

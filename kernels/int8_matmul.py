@@ -48,7 +48,8 @@ def int8_matmul(x, weight, scale, bias=None, *, x_scale=None, stream=None):
     rows = x_scale.size
     if _supported(x, weight) and weight.shape[1] < INT32_K and rows <= BREAK_EVEN[_platform()]["int8"]["gemv"]:
         shape, has_bias = _shape(rows, weight), bias is not None
-        if _dispatch.usable(INT8_GEMV_INT8, "int8_matmul", (shape, has_bias), stream, lambda: _int8_selftest(shape, has_bias)):
+        selftest = lambda: _int8_selftest(shape, has_bias)  # noqa: E731
+        if _dispatch.usable(INT8_GEMV_INT8, "int8_matmul", (shape, has_bias), stream, selftest):
             y = _run_int8(x, x_scale, weight, scale, bias, shape, stream)
             return mx.reshape(y, (*x.shape[:-1], weight.shape[0]), stream=stream)
     return reference(x, weight, scale, bias, x_scale=x_scale, stream=stream)
@@ -171,11 +172,11 @@ def _linear(x, weight, scale, bias, activation, times, residual, stream):
         table = BREAK_EVEN[_platform()]["float32" if x.dtype == mx.float32 else "half"]
         way = next((way for way, most in table.items() if rows <= most), "dequantize")
         how = _how(way, rows, weight, x.dtype)
-        extras = None if way == "dequantize" else (bias is not None, activation, times is not None, residual is not None)
-        variant = x.dtype, how, extras
+        extras = bias is not None, activation, times is not None, residual is not None
+        variant = x.dtype, how, None if way == "dequantize" else extras
         if _dispatch.usable(WAYS[way][0], "int8_matmul", variant, stream, lambda: _selftest(way, *variant)):
-            flat = [None if a is None else mx.reshape(a, (rows, a.shape[-1]), stream=stream) for a in (x, times, residual)]
-            y = _run(way, how, flat[0], weight, scale, bias, activation, *flat[1:], stream)
+            flat = lambda a: None if a is None else mx.reshape(a, (rows, a.shape[-1]), stream=stream)  # noqa: E731
+            y = _run(way, how, flat(x), weight, scale, bias, activation, flat(times), flat(residual), stream)
             return mx.reshape(y, (*x.shape[:-1], n), stream=stream)
     return linear_reference(x, weight, scale, bias, activation=activation, times=times, residual=residual, stream=stream)
 
@@ -220,7 +221,7 @@ def _selftest(way, dtype, how, extras):
     relative = {mx.float32: 1e-5, mx.float16: 2**-10, mx.bfloat16: 2**-7}[dtype]  # of halves: one unit in the last place
     worst = 0.0
     for k in SELFTEST_K:
-        rows = {"gemv": lambda: how[0] + 1, "mma": lambda: 8 * how[0] + 1, "gemm": lambda: 35, "dequantize": lambda: 1}[way]()
+        rows = how[0] + 1 if way == "gemv" else 8 * how[0] + 1 if way == "mma" else 35  # one more than a slice or tile
         x, weight, scale, bias = _test_values(k, rows)
         if way == "dequantize":
             y = INT8_DEQUANTIZE(**dequantize(weight, scale, dtype))[0]
@@ -229,13 +230,12 @@ def _selftest(way, dtype, how, extras):
             has_bias, activation, has_times, has_residual = extras
             x = x.astype(dtype)
             times, residual = (x[:, i : i + 37] for i in (3, 5))
-            more = (bias if has_bias else None, activation, times if has_times else None, residual if has_residual else None)
-            y = _run(way, how, x, weight, scale, *more, None)
-            want = linear_reference(
-                x.astype(mx.float32), weight, scale, more[0], activation=activation, stream=mx.cpu,
-                times=more[2] if more[2] is None else more[2].astype(mx.float32),
-                residual=more[3] if more[3] is None else more[3].astype(mx.float32),
-            )  # fmt: skip
+            bias = bias if has_bias else None
+            times, residual = times if has_times else None, residual if has_residual else None
+            y = _run(way, how, x, weight, scale, bias, activation, times, residual, None)
+            exact = lambda a: None if a is None else a.astype(mx.float32)  # noqa: E731  (unrounded results)
+            want = linear_reference(exact(x), weight, scale, bias, activation=activation, times=exact(times),
+                                    residual=exact(residual), stream=mx.cpu)  # fmt: skip
         worst = max(worst, _error(y.astype(mx.float32), want, relative))
     return worst
 

@@ -15,7 +15,7 @@ matrix instructions are no faster than the others, and the tile of int8_gemm.py 
 """
 
 from mlx_cosyh3.kernels._gpu import GpuKernel
-from mlx_cosyh3.kernels.int8_gemv import ACTIVATIONS, CUDA_EPILOGUE, CUDA_LOADS, FINISH
+from mlx_cosyh3.kernels.int8_gemv import CUDA_EPILOGUE, CUDA_LOADS, FINISH, ending
 
 MAX_ROWS = 32  # of one slice: C <= 4
 
@@ -34,12 +34,16 @@ __device__ __forceinline__ uint int8_pair(uint four, bool high, const __nv_bfloa
   return r;
 }
 __device__ __forceinline__ void int8_mma(float* c, const uint* a, const uint* b, const __half*) {
-  asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
+      "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 }
 __device__ __forceinline__ void int8_mma(float* c, const uint* a, const uint* b, const __nv_bfloat16*) {
-  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
+      "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 }
 """
 
@@ -97,7 +101,8 @@ NARROW = """for (int i = 0; i < 2; i++)
         for (int j = 0; j < 8; j++) {
           T two[2];
           for (int b = 0; b < 2; b++) two[b] = k + 2 * j + b < K ? x[xrow[c] + k + 2 * j + b] : static_cast<T>(0.0f);
-          xs[u][c][j] = uint(*reinterpret_cast<const unsigned short*>(two)) | uint(*reinterpret_cast<const unsigned short*>(two + 1)) << 16;
+          const auto bits = reinterpret_cast<const unsigned short*>(two);
+          xs[u][c][j] = uint(bits[0]) | uint(bits[1]) << 16;
         }
       all = 0;"""
 
@@ -154,12 +159,10 @@ def mma(x, weight, scale, bias, shape, activation=None, times=None, residual=Non
     """The call of INT8_MMA, as keyword arguments: x, times, residual [rows, K or N] of one dtype, bias fp32 or None."""
     tiles, s = shape
     rows, n = x.shape[0], weight.shape[0]
-    template = [
-        ("T", x.dtype), ("C", tiles), ("S", s), ("BIAS", bias is not None), ("ACT", ACTIVATIONS[activation]),
-        ("TIMES", times is not None), ("RESIDUAL", residual is not None),
-    ]  # fmt: skip
-    inputs = [x, weight, scale, scale if bias is None else bias, x if times is None else times, x if residual is None else residual]
+    inputs, flags = ending(x, scale, bias, activation, times, residual)
+    template = [("T", x.dtype), ("C", tiles), ("S", s), *flags]
     return {
-        "inputs": inputs, "template": template, "output_shapes": [(rows, n)], "output_dtypes": [x.dtype],
+        "inputs": [x, weight, scale, *inputs], "template": template,
+        "output_shapes": [(rows, n)], "output_dtypes": [x.dtype],
         "grid": (32 * s * -(-n // 16), -(-rows // (8 * tiles)), 1), "threadgroup": (32 * s, 1, 1),
     }  # fmt: skip
