@@ -4,13 +4,13 @@ Launches, not arithmetic, are what a token costs on a large GPU. This is `H3.ste
 quantised) weights of one dtype and head_dim 1; anything else takes the general way, with the same result.
 """
 
+import threading
 from functools import partial
 
 import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_cosyh3.kernels import _dispatch, h3_layer
-from mlx_cosyh3.stream import owned_thread
 
 
 class FusedStep:
@@ -18,7 +18,8 @@ class FusedStep:
 
     The H3 layers between two attention layers are one compiled function, with the embedding and the head in the first
     and the last: what it costs to build the graph would otherwise be more than the work. (Attention layers are not
-    compiled: their arrays grow. Nor is anything in a thread of the caller's, see stream.owned_thread.)"""
+    compiled: their arrays grow. Only in the main thread: another one that used mx.compile and ended can make the process
+    abort at its exit, MLX 0.32.4.)"""
 
     def __init__(self):
         self._usable = {}  # kernels that may run -> whether all pieces of this model do
@@ -36,12 +37,13 @@ class FusedStep:
         if self._runs is None:
             self._runs = _runs(model)
         position, x = int(cache.lengths[0]), ids
+        compile_here = threading.current_thread() is threading.main_thread()
         for plain, compiled, layers in self._runs:
             if plain is None:
                 x = _attention_layer(model.layers[layers[0]], x, cache.layers[layers[0]], position)
                 continue
             states = [cache.layers[i] for i in layers]
-            x, new = (compiled if owned_thread() else plain)(x, [s.arrays() for s in states])
+            x, new = (compiled if compile_here else plain)(x, [s.arrays() for s in states])
             for state, (shift, ssm) in zip(states, new):
                 state.shift, state.ssm = shift, ssm
         cache.lengths = cache.lengths + 1

@@ -85,13 +85,6 @@ def _work(run, pieces, closed, done):
         done.set()
 
 
-def owned_thread():
-    """Whether this is the main thread or one of ours. A thread that ends after it used mx.compile makes the process
-    abort at its exit (MLX 0.32.4); the main thread does not, and ours end in good order."""
-    return threading.current_thread() is threading.main_thread() or getattr(_here, "ours", False)
-
-
-_here = threading.local()
 _lock = threading.Lock()
 _workers, _idle = [], []
 _exiting = threading.Event()
@@ -105,7 +98,6 @@ class _Worker:
         self.thread.start()
 
     def _loop(self):
-        _here.ours = True
         while (task := self.tasks.get()) is not None:
             task[0](*task[1:])
             del task
