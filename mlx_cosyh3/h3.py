@@ -19,7 +19,6 @@ from dataclasses import dataclass, fields
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
-
 from mlx.utils import tree_flatten, tree_map_with_path
 
 from mlx_cosyh3.cache import H3Cache, H3State, KVState, fingerprint
@@ -134,7 +133,8 @@ class H3Mixer(nn.Module):
         B, T, D = x.shape
         q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
         if T == 1:
-            y, state.shift, state.ssm = h3_step(q, k, v, state.shift, state.ssm, self._params)
+            ends = None if (lengths == 1).all() else mx.array(lengths.astype(np.int32))  # rows that have ended
+            y, state.shift, state.ssm = h3_step(q, k, v, state.shift, state.ssm, self._params, lengths=ends)
             return self.output_linear(y)
         hd = self._head_dim
         H = D // hd

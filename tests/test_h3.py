@@ -100,6 +100,19 @@ def test_ragged_rows_equal_rows_alone(model, start):
         assert cache.lengths[row] == start + length + 6
 
 
+@pytest.mark.parametrize("chunk", [1, 8])
+def test_ragged_rows_whose_last_chunk_is_one_token(model, chunk):
+    """There a row that has ended must not take part in the step."""
+    lengths = [17, 3, 16, 9]
+    ids = ids_of(model, 4, 17, seed=8)
+    cache = model.make_cache(4)
+    logits = model.prefill(ids, cache, lengths, chunk=chunk)
+    for row, length in enumerate(lengths):
+        want, alone = read(model, ids[row : row + 1, :length])
+        assert_same([logits[row : row + 1]], [want], 1e-3)
+        assert_same(state_arrays(cache, row), state_arrays(alone))
+
+
 def test_a_second_ragged_prompt(model):
     """Rows that already differ in length read prompts that differ again."""
     first, second = [5, 40, 17], [66, 2, 9]
