@@ -1,6 +1,6 @@
 """Speed and memory of H3 on this machine: against a naive version, over the context length, by method and chunk.
 
-    python benchmarks/h3.py [--size h3-tiny|125M|355M|1.3B] [--quick] [--only naive,context,scan,chunk,share]
+    python benchmarks/h3.py [--size h3-tiny|125M|355M|1.3B|2.7B] [--quick] [--only naive,context,scan,chunk,share]
 
 Prints tables in Markdown with ratios taken in this run. docs/LOG.md keeps dated copies.
 """
@@ -22,6 +22,7 @@ SIZES = {  # random weights in these shapes; "pure" leaves the attention layers 
     "125M": {"d_model": 768, "n_layer": 12, "attn_layer_idx": [6], "num_heads": 12} | GPT2,
     "355M": {"d_model": 1024, "n_layer": 24, "attn_layer_idx": [8, 16], "num_heads": 16} | GPT2,
     "1.3B": {"d_model": 2048, "n_layer": 24, "attn_layer_idx": [8, 16], "num_heads": 16} | GPT2,
+    "2.7B": {"d_model": 2560, "n_layer": 32, "attn_layer_idx": [8, 16, 24], "num_heads": 20} | GPT2,
 }  # fmt: skip
 
 
@@ -207,7 +208,7 @@ def share(size, quick):
         before = cache.copy()
         whole = seconds(lambda: prefill(model, CHUNK, before.copy()), 2)
         step = seconds(lambda: decode(model, cache.copy(), 16), 2) / 16
-        x, i = mx.random.normal((1, CHUNK, model.config.d_model), key=mx.random.key(0)), 3
+        x = mx.random.normal((1, CHUNK, model.config.d_model), key=mx.random.key(0))
         layers = [(model.layers[j].mixer, j) for j in model.config.attn_layer_idx]
 
         def attend(x, times):

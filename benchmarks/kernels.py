@@ -9,18 +9,12 @@ import argparse
 import time
 
 import mlx.core as mx
-import numpy as np
+from h3 import decode, prefill, random_model, seconds  # benchmarks/h3.py: this folder is on the path of a script
+from mlx.utils import tree_flatten
 
-from mlx_cosyh3.h3 import H3, H3Config
 from mlx_cosyh3.kernels import H3StepParams, h3_step, int8_matmul, softmax, use_kernels
 from mlx_cosyh3.kernels.softmax import softmax_lse
 
-GPT2 = {"vocab_size": 50257, "padded_vocab_size": 50264, "eos_token_id": 50256}
-MODELS = {
-    "125M": {"d_model": 768, "n_layer": 12, "attn_layer_idx": [6], "num_heads": 12} | GPT2,
-    "1.3B": {"d_model": 2048, "n_layer": 24, "attn_layer_idx": [8, 16], "num_heads": 16} | GPT2,
-    "2.7B": {"d_model": 2560, "n_layer": 32, "attn_layer_idx": [8, 16, 24], "num_heads": 20} | GPT2,
-}
 HALF_BYTES = {"125M": 266.8e6, "1.3B": 2727e6, "2.7B": 5464e6}  # a decoded token, batch 1, 16-bit weights
 
 
@@ -122,34 +116,22 @@ def bench_int8(limit):
 
 def half(model):
     """Linear layers, embedding and norms in float16, as upstream's generate script casts; SSM tensors stay fp32."""
-    from mlx.utils import tree_flatten
-
     weights = [(n, a if ".shift." in n or ".ssm." in n else a.astype(mx.float16)) for n, a in tree_flatten(model.parameters())]
     return model.load_weights(weights)
 
 
 def decode_rate(model, n=64):
-    cache = model.make_cache()
-    mx.eval(model.prefill(mx.array(np.arange(512)[None] % 50000), cache))
-    token = mx.array([1])
-    for part in (8, n):
-        begin = time.perf_counter()
-        for _ in range(part):
-            following = mx.argmax(model.step(token, cache), axis=-1)
-            mx.async_eval(following)
-            token.tolist()
-            token = following
-        mx.eval(token)
-        mx.synchronize()
-        rate = part / (time.perf_counter() - begin)
-    return rate
+    cache = prefill(model, 512)
+    decode(model, cache, 8)
+    mx.synchronize()
+    return n / seconds(lambda: decode(model, cache, n), 1)
 
 
 def bench_decode(limit):
     print("\n| decode, fp16, batch 1, after 512 tokens | kernels: tok/s | without: tok/s | ratio | of the bandwidth floor |\n"
           "| --- | ---: | ---: | ---: | ---: |")  # fmt: skip
-    for name, config in MODELS.items():
-        model = half(H3(H3Config.from_dict(config)).init_weights())
+    for name in HALF_BYTES:
+        model = half(random_model(name))
         rates = []
         for choice in ("1", "0"):
             with use_kernels(choice):

@@ -61,8 +61,7 @@ class GpuKernel:
     header     Metal helpers in front of it; `cuda_header` likewise
     contiguous copy strided inputs first; False: the body goes by `x_strides` (in elements)"""
 
-    def __init__(self, name, inputs, outputs, body, *, header="", cuda_body=None, cuda_header=None, shared_memory=0,
-                 contiguous=True):  # fmt: skip
+    def __init__(self, name, inputs, outputs, body, *, header="", cuda_body=None, cuda_header=None, contiguous=True):
         self.name, self.inputs, self.outputs = name, list(inputs), list(outputs)
         self.body, self.header, self.contiguous = body, header, contiguous
         self.cuda_body = body if cuda_body is None else cuda_body

@@ -57,6 +57,25 @@ _outcomes = []
 _fresh = False  # stamps and notes of earlier processes do not count
 
 
+# What a self-test may be off by, of the largest value or of 1: rounding of the result, and of long sums in fp32.
+BOUND = {mx.float32: 1e-4, mx.float16: 2e-3, mx.bfloat16: 2e-2}
+
+
+def error_ratio(got, want, bounds):
+    """The worst error of arrays `got` over what is allowed; inf where a value is NaN."""
+    worst = 0.0
+    for a, b, bound in zip(got, want, bounds, strict=True):
+        error = (mx.abs(a - b).max() / (bound * mx.maximum(mx.abs(b).max(), 1.0))).item()
+        worst = max(worst, error) if error == error else float("inf")
+    return worst
+
+
+def normals(seed):
+    """normal(*shape): fp32 standard normal arrays, other ones at each call, the same ones for the same seed."""
+    keys = iter(mx.random.split(mx.random.key(seed), 32))
+    return lambda *shape: mx.random.normal(shape, key=next(keys))
+
+
 def known(kernel, variant):
     """Whether the variant may run, or None if that is not known yet."""
     return _passed.get((kernel.name, variant))

@@ -18,6 +18,7 @@ import mlx.core as mx
 
 from mlx_cosyh3.kernels import _dispatch
 from mlx_cosyh3.kernels._gpu import GpuKernel
+from mlx_cosyh3.kernels._trust import BOUND, error_ratio, normals
 from mlx_cosyh3.kernels.h3_step import H3StepParams
 from mlx_cosyh3.kernels.h3_step import reference as step_reference
 
@@ -280,25 +281,9 @@ def _size(n):
     return mx.array([n], dtype=mx.int32)
 
 
-BOUND = {mx.float32: 1e-4, mx.float16: 2e-3, mx.bfloat16: 2e-2}
-
-
-def _error(got, want, bounds):
-    worst = 0.0
-    for a, b, bound in zip(got, want, bounds, strict=True):
-        error = (mx.abs(a - b).max() / (bound * mx.maximum(mx.abs(b).max(), 1.0))).item()
-        worst = max(worst, error) if error == error else float("inf")
-    return worst
-
-
-def _normals(seed):
-    keys = iter(mx.random.split(mx.random.key(seed), 32))
-    return lambda *shape: mx.random.normal(shape, key=next(keys))
-
-
 def _mixer_case(variant, seed=7):
     dtype, K, taps, modes = variant
-    normal, N, M = _normals(seed), 32 * taps, 32 * modes
+    normal, N, M = normals(seed), 32 * taps, 32 * modes
     norm = (1 + 0.1 * normal(K)).astype(dtype), (0.1 * normal(K)).astype(dtype), 1e-5
     projections = [(normal(*s) * K ** (-0.5 if len(s) > 1 else 0)).astype(dtype) for s in ((K, K), (K,)) * 3]
     params = H3StepParams(normal(K, N) / N**0.5, normal(K, N) / N**0.5, normal(K), 0.3 * normal(K, M, 2),
@@ -308,12 +293,12 @@ def _mixer_case(variant, seed=7):
 
 def _mixer_selftest(variant):
     args = _mixer_case(variant)
-    return _error(h3_mixer(*args), mixer_reference(*args), (2 * BOUND[variant[0]], 1e-3, 1e-3))
+    return error_ratio(h3_mixer(*args), mixer_reference(*args), (2 * BOUND[variant[0]], 1e-3, 1e-3))
 
 
 def _linear_case(variant, N, seed=8):
     dtype, K, rows, act, add, has_bias, normed = variant
-    normal = _normals(seed)
+    normal = normals(seed)
     norm = ((1 + 0.1 * normal(K)).astype(dtype), (0.1 * normal(K)).astype(dtype), 1e-5) if normed else None
     args = normal(K).astype(dtype), (normal(N, K) * K**-0.5).astype(dtype), normal(N).astype(dtype) if has_bias else None
     return args, {"layer_norm": norm, "residual": normal(N).astype(dtype) if add else None,
@@ -323,4 +308,4 @@ def _linear_case(variant, N, seed=8):
 def _linear_selftest(variant):
     # `rows` follows from N, so the test takes a size that gives the variant's.
     args, options = _linear_case(variant, 37 if variant[2] == 1 else 16384 + 5)
-    return _error([norm_linear(*args, **options)], [linear_reference(*args, **options)], (BOUND[variant[0]],))
+    return error_ratio([norm_linear(*args, **options)], [linear_reference(*args, **options)], (BOUND[variant[0]],))

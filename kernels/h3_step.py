@@ -27,6 +27,7 @@ import mlx.core as mx
 
 from mlx_cosyh3.kernels import _dispatch
 from mlx_cosyh3.kernels._gpu import GpuKernel
+from mlx_cosyh3.kernels._trust import BOUND, error_ratio, normals
 
 
 class H3StepParams(NamedTuple):
@@ -183,21 +184,14 @@ def _selftest(variant):
     """Error over what is allowed, of two ragged rows of three tokens against the reference on the same device."""
     dtype, hd, taps, modes = variant
     B, T, H, N, M = 2, 3, 3, 32 * taps, 32 * modes
-    keys = iter(mx.random.split(mx.random.key(7), 16))
-    normal = lambda *shape: mx.random.normal(shape, key=next(keys))  # noqa: E731
-    D = H * hd
+    normal, D = normals(7), H * hd
     params = H3StepParams(normal(D, N) / N**0.5, normal(D, N) / N**0.5, normal(D), 0.3 * normal(H, M, 2),
                           normal(H, M, 2) / M**0.5, normal(H, M, 2) / M**0.5, normal(H))  # fmt: skip
     q, k, v = (normal(B, T, D).astype(dtype) for _ in range(3))
     args = q, k, v, normal(B, D, N), normal(B, H, hd, hd, M, 2), params
     lengths = mx.array([3, 2], dtype=mx.int32)
     got, want = KERNEL(**_arguments(*args, lengths)), reference(*args, lengths=lengths)
-    bound = {mx.float32: 1e-4, mx.float16: 2e-3, mx.bfloat16: 2e-2}[dtype]
-    errors = []
-    for a, b, allowed in zip(got, want, (bound, 1e-4, 1e-4)):
-        scale = mx.maximum(mx.abs(b).max(), 1.0)
-        errors.append((mx.abs(a - b).max() / (allowed * scale)).item())
-    return max(errors) if all(e == e for e in errors) else float("inf")
+    return error_ratio(got, want, (BOUND[dtype], 1e-4, 1e-4))
 
 
 def reference(q, k, v, shift_state, ssm_state, params, *, lengths=None, stream=None):

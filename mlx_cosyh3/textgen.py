@@ -122,17 +122,15 @@ class _Run:
 
     def steps(self):
         """Draw token after token; yields what each row may show of it, a list of text."""
-        model, vocab = self.model, self.model.config.vocab_size
+        model = self.model
         if self.cache is None:
             self.cache = model.make_cache(len(self.rows))
         cache, rows = self.cache, self._start_ids()
         lengths = np.array([len(ids) for ids in rows])
         ids = np.zeros((len(rows), lengths.max()), dtype=np.int32)
-        seen = np.zeros((len(rows), vocab), dtype=bool)
         for r, row in enumerate(rows):
             ids[r, : len(row)] = row
-            seen[r, row] = True
-        self.seen = None if self.options.repetition_penalty is None else mx.array(seen)
+        self.seen = None if self.options.repetition_penalty is None else _seen(rows, model.config.vocab_size)
         self.keys = sampling.row_keys(self.options.seed, len(rows))
         self.prompt_tokens = lengths.tolist()
 
@@ -217,6 +215,14 @@ class _Run:
             )
             for row, count in zip(self.rows, self.prompt_tokens)
         ]
+
+
+def _seen(rows, vocab):
+    """Which ids occur in each list of `rows`: bool [B, vocab]."""
+    seen = np.zeros((len(rows), vocab), dtype=bool)
+    for r, row in enumerate(rows):
+        seen[r, row] = True
+    return mx.array(seen)
 
 
 class _NoTokenizer:

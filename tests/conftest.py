@@ -6,3 +6,21 @@ import os
 os.environ.setdefault("MLX_DISABLE_COMPILE", "1")
 # fp32 means fp32, also on GPUs that would round to TF32.
 os.environ.setdefault("MLX_ENABLE_TF32", "0")
+
+import pytest  # noqa: E402
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """The folder of a small random model with a byte tokenizer (tests/small_model.py), one for each test file."""
+    from tests.small_model import write_model
+
+    return write_model(tmp_path_factory.mktemp("models") / "small")
+
+
+@pytest.fixture(scope="module")
+def model(folder):
+    """The model in `folder`, loaded."""
+    from mlx_cosyh3 import load
+
+    return load(folder)

@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+from mlx_cosyh3.convert import convert
+
 P = "backbone.layers."
 
 
@@ -114,3 +116,9 @@ class Lazy:
 
     def rows(self, start, stop):
         return self._array[start:stop]
+
+
+def make(source, out, **options):
+    """`convert` of a checkpoint that has no tokenizer, unless one is named."""
+    options.setdefault("tokenizer", "none")
+    return convert(str(source), str(out), **options)

@@ -13,23 +13,12 @@ import threading
 import pytest
 
 import mlx_cosyh3
-from mlx_cosyh3 import cli, generate, load
+from mlx_cosyh3 import cli, generate
 from mlx_cosyh3.console import DEFAULTS, unescape
-from tests.small_model import write_model
 
 COMMAND = [sys.executable, "-m", "mlx_cosyh3"]
 # Unbuffered output would hide a missing flush, and what becomes of a buffer that cannot be written.
 ENVIRONMENT = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return write_model(tmp_path_factory.mktemp("small") / "model")
-
-
-@pytest.fixture(scope="module")
-def model(folder):
-    return load(folder)
 
 
 class Stdin(io.TextIOWrapper):

@@ -14,7 +14,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
-from tests.h3_checkpoints import Lazy, golden, save, save_tokenizer, state_dict
+from tests.h3_checkpoints import Lazy, golden, make, save, save_tokenizer, state_dict
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from mlx.utils import tree_flatten
@@ -37,11 +37,6 @@ EMBEDDING = "backbone.embeddings.word_embeddings.weight"
 def source(tmp_path):
     """A small hybrid model: 2 heads, named by its config.json."""
     return save(tmp_path / "source", state_dict(), config={"num_heads": 2}).parent
-
-
-def make(source, out, **options):
-    options.setdefault("tokenizer", "none")
-    return convert(str(source), str(out), **options)
 
 
 def weights_of(folder):

@@ -14,11 +14,11 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlx_cosyh3.convert import convert, main, writer
+from mlx_cosyh3.convert import main, writer
 from mlx_cosyh3.convert import pipeline
 from mlx_cosyh3.convert.writer import OutputFolder
 from mlx_cosyh3.errors import CheckpointError, CosyH3Error
-from tests.h3_checkpoints import golden, save, state_dict
+from tests.h3_checkpoints import golden, make, save, state_dict
 
 COMMAND = [sys.executable, "-m", "mlx_cosyh3.convert"]
 ENV = {**os.environ, "MLX_DISABLE_COMPILE": "1"}
@@ -27,11 +27,6 @@ ENV = {**os.environ, "MLX_DISABLE_COMPILE": "1"}
 @pytest.fixture
 def source(tmp_path):
     return save(tmp_path / "source", state_dict(), config={"num_heads": 2}).parent
-
-
-def make(source, out, **options):
-    options.setdefault("tokenizer", "none")
-    return convert(str(source), str(out), **options)
 
 
 def arguments(source, out, *more):

@@ -4,16 +4,10 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlx_cosyh3 import batch_generate, generate, load, stream_generate
+from mlx_cosyh3 import batch_generate, generate, stream_generate
 from mlx_cosyh3.errors import CosyH3Error
-from tests.small_model import write_model
 
 PROMPTS = ["the end of the day", "A", "and the other, which is quite a bit longer than the rest of them", "é"]
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return load(write_model(tmp_path_factory.mktemp("models") / "small"))
 
 
 def test_result(model):

@@ -23,16 +23,6 @@ from tests.small_model import write_model
 GREEDY = {**DEFAULTS, "temperature": 0.0, "max_tokens": 8}
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return write_model(tmp_path_factory.mktemp("small") / "model")
-
-
-@pytest.fixture(scope="module")
-def model(folder):
-    return load(folder)
-
-
 class Session:
     """A Repl whose lines are given one by one; say(line) -> (stdout, stderr) of that line."""
 

@@ -13,19 +13,8 @@ import pytest
 from mlx_cosyh3 import generate, load, stream_generate
 from mlx_cosyh3.stream import _idle as idle
 from mlx_cosyh3.stream import _workers as workers
-from tests.small_model import write_model
 
 OPTIONS = {"max_tokens": 12, "temperature": 1.0}
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return write_model(tmp_path_factory.mktemp("models") / "small")
-
-
-@pytest.fixture(scope="module")
-def model(folder):
-    return load(folder)
 
 
 def test_eight_threads_at_once(model):
