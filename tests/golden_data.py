@@ -34,6 +34,12 @@ def golden_folder(name):
     return small if LARGE is None and small.exists() else large("golden", "h3", name)
 
 
+def cosyvoice_golden(name):
+    """The folder of a CosyVoice golden: the full one if it is at hand, else the small one, else the test skips."""
+    small = SMALL / "cosyvoice" / name
+    return small if LARGE is None and small.exists() else large("golden", "cosyvoice", name)
+
+
 def checkpoint_weights(path, half=False):
     """(name, array) pairs of an upstream checkpoint under this project's names.
 
