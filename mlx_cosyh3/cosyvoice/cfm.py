@@ -1,0 +1,48 @@
+"""Conditional flow matching: from noise to a mel spectrogram in a few Euler steps, shared by all versions.
+
+With guidance: each step asks the network twice, in one batch, with the conditions (row 0) and without (row 1), and goes
+beyond the first away from the second. After upstream's cosyvoice/flow/flow_matching.py.
+"""
+
+import mlx.core as mx
+import numpy as np
+
+from mlx_cosyh3.errors import CosyH3Error
+
+
+def times(steps):
+    """(t, dt), float32 [steps]: the cosine schedule from 0 to 1. t is summed up, as upstream does: it differs in rounding."""
+    grid = (1 - np.cos(np.linspace(0, 1, steps + 1, dtype=np.float32) * np.float32(0.5 * np.pi))).astype(np.float32)
+    t, out = grid[0], []
+    for following in grid[1:]:
+        dt = following - t
+        out.append((t, dt))
+        t = t + dt
+    return np.array(out, np.float32).T
+
+
+def euler(x, steps, velocity, guidance, on_step=None):
+    """x float32 [1, T, 80], noise -> float32 [1, T, 80], after `steps` steps of the cosine schedule.
+
+    velocity(x, k)   float32 [2, T, 80] at step k for x [2, T, 80]: with the conditions, and without
+    guidance         how far to go beyond the first
+    on_step          called with the number of steps done after each
+    Raises CosyH3Error naming the step from which on something is not finite."""
+    finite = []
+    for k, dt in enumerate(times(steps)[1]):
+        v = velocity(mx.concatenate([x, x]), k)
+        x = x + float(dt) * ((1 + guidance) * v[:1] - guidance * v[1:])
+        finite.append(mx.isfinite(x).all())
+        mx.eval(x, finite[-1])
+        if on_step is not None:
+            on_step(k + 1)
+    check_finite(finite, "flow")
+    return x
+
+
+def check_finite(flags, stage):
+    """Raise CosyH3Error if one of `flags`, bool scalars of one step each, is not true."""
+    for k, ok in enumerate(flags):
+        if not ok.item():
+            raise CosyH3Error(f"the {stage} gave a value that is not finite (inf or NaN) in step {k + 1} of {len(flags)}: "
+                              "convert the model with --dtype float32")  # fmt: skip

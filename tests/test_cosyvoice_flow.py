@@ -1,0 +1,256 @@
+"""CosyVoice 3's flow against upstream's tensors, and its streaming against itself."""
+
+import importlib.util
+import json
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from mlx.utils import tree_map
+from safetensors.numpy import load_file
+
+from mlx_cosyh3.convert.sources import open_source
+from mlx_cosyh3.convert.torch_file import read_torch
+from mlx_cosyh3.cosyvoice import cfm, dit, noise
+from mlx_cosyh3.cosyvoice.flow import Flow, FlowConfig, sanitize
+from mlx_cosyh3.errors import CheckpointError, CosyH3Error
+from mlx_cosyh3.int8 import Int8Linear
+from tests.golden_data import cosyvoice_golden, large
+
+TINY = {"vocab_size": 30, "dit": {"dim": 64, "depth": 2, "heads": 2, "dim_head": 32, "static_chunk_size": 8},
+        "pre_lookahead_layer": {"channels": 16, "pre_lookahead_len": 3}}  # fmt: skip
+
+
+def load(config, weights):
+    flow = Flow(FlowConfig.from_dict(config))
+    flow.load_weights([(k, mx.array(np.ascontiguousarray(v, np.float32))) for k, v in sanitize(weights).items()])
+    mx.eval(flow.parameters())
+    return flow
+
+
+@pytest.fixture(scope="module")
+def golden():
+    folder = cosyvoice_golden("v3_flow")
+    weights = {k: t.numpy() for k, t in open_source(folder / "flow.pt").tensors.items()}
+    return load(json.loads((folder / "config.json").read_text()), weights), mx.load(str(folder / "io.safetensors"))
+
+
+@pytest.fixture(scope="module")
+def tiny():
+    """A random flow, its prompts and 40 tokens."""
+    flow = Flow(FlowConfig.from_dict(TINY))
+    keys = iter(mx.random.split(mx.random.key(0), 200))
+    flow.update(tree_map(lambda a: mx.random.normal(a.shape, key=next(keys)) * (0.5 / a.shape[-1] ** 0.5), flow.parameters()))
+    flow.look_ahead = 3
+    mx.eval(flow.parameters())
+    rng = np.random.default_rng(1)
+    prompt = rng.integers(0, 30, 7)
+    mel = rng.standard_normal((1, 14, 80)).astype(np.float32)
+    args = mx.array(prompt[None]), mx.array(mel), mx.array(rng.standard_normal((1, 192)).astype(np.float32))
+    return flow, args, rng.integers(0, 30, 40).tolist()
+
+
+def close(ours, theirs, tolerance):
+    """`theirs` [B, C, T], as upstream lays it out; the tolerance is relative to its largest value."""
+    theirs = np.array(theirs.swapaxes(1, 2))
+    np.testing.assert_allclose(np.array(ours), theirs, atol=tolerance * np.abs(theirs).max(), rtol=0)
+
+
+CASES = {
+    "nostream_final": (83, True, {}),
+    "stream_final": (83, True, {"streaming": True}),
+    "stream_chunk0": (33, True, {"streaming": True, "finalize": False}),
+    "stream_chunk1": (58, True, {"streaming": True, "finalize": False}),
+    "nostream_nofinal": (40, True, {"finalize": False}),
+    "noprompt": (26, False, {}),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_mel(golden, case):
+    flow, io = golden
+    tokens, prompted, how = CASES[case]
+    prompt = (io["in.prompt_token"], io["in.prompt_feat"]) if prompted else (io["in.prompt_token"][:, :0], io["in.prompt_feat"][:, :0])
+    close(flow(io["in.token"][:, :tokens], *prompt, io["in.embedding"], **how), io[f"{case}.mel"], 1e-3)
+
+
+@pytest.mark.parametrize("kind", ["full", "stream"])
+def test_network(golden, kind):
+    flow, io = golden
+    net = flow.dit
+    x, mu, cond = (io[f"dit.in.{n}"].swapaxes(1, 2) for n in ("x", "mu", "cond"))
+    spks, t = io["dit.in.spks"], io["dit.in.t"]
+    mask = net.chunk_mask(0, x.shape[1]) if kind == "stream" else None
+    modulations = net.modulations(t[:1])[0]
+    near = lambda a, name: np.testing.assert_allclose(  # noqa: E731
+        np.array(a), np.array(io[f"dit.{kind}.{name}"]), atol=1e-4 * np.abs(np.array(io[f"dit.{kind}.{name}"])).max(), rtol=0)  # fmt: skip
+    near(mx.broadcast_to(net.time_embedding(t[:1]), (2, 128)), "time_embed")
+    wide = mx.broadcast_to(spks[:, None], (2, x.shape[1], 80))
+    h = net.embed(mx.concatenate([x, cond, mu, wide], axis=-1))
+    near(h, "input_embed")
+    shift, scale = mx.split(modulations[0], 6, axis=-1)[:2]
+    near(dit.norm(h) * (1 + scale) + shift, "block0.attn_norm_x")
+    near(net.blocks[0].attention(dit.norm(h) * (1 + scale) + shift, mask, None), "block0.attn")
+    h = net.blocks[0](h, modulations[0], mask)
+    near(h, "block0")
+    near(net.blocks[1](h, modulations[1], mask), "block1")
+    close(net(x, cond, mu, spks, modulations, mask), io[f"dit.{kind}.out"], 1e-4)
+
+
+def test_steps(golden):
+    flow, io = golden
+    np.testing.assert_allclose(cfm.times(10)[0], np.array(io["nostream_final.t"])[:, 0], atol=1e-6)
+    mu, cond, spks = io["nostream_final.mu"].swapaxes(1, 2), io["nostream_final.cond"].swapaxes(1, 2), io["nostream_final.spks"]
+    modulations = flow.dit.modulations(cfm.times(10)[0])
+    for step in (0, 1, 9):
+        x = io[f"nostream_final.step{step}.x"].swapaxes(1, 2)
+        close(flow.dit(x, cond, mu, spks, modulations[step]), io[f"nostream_final.step{step}.v"], 1e-4)
+    close(flow.speaker(io["in.embedding"])[:, :, None].swapaxes(1, 2), spks[:1, :, None], 1e-4)
+
+
+def test_look_ahead(golden):
+    flow, io = golden
+    x = io["prelookahead.in"]
+    np.testing.assert_allclose(np.array(flow.pre_lookahead_layer(x)[0]), np.array(io["prelookahead.out"]), atol=1e-4)
+    got, _ = flow.pre_lookahead_layer(x[:, :-3], x[:, -3:])
+    np.testing.assert_allclose(np.array(got), np.array(io["prelookahead.ctx_out"]), atol=1e-4)
+
+
+@settings(max_examples=25, deadline=None)
+@given(cuts=st.lists(st.integers(0, 40), max_size=6), count=st.integers(1, 40), kept=st.booleans(), prompted=st.booleans())
+def test_stream_equals_the_whole(tiny, cuts, count, kept, prompted):
+    flow, args, tokens = tiny
+    if not prompted:
+        args = args[0][:, :0], args[1][:, :0], args[2]
+    tokens = tokens[:count]
+    whole = flow(mx.array([tokens]), *args, streaming=True, steps=2)
+    stream = flow.stream(*args, steps=2, memory_budget=1e12 if kept else 0)
+    edges = sorted(min(c, count) for c in cuts)
+    parts = [stream.add(tokens[a:b]) for a, b in zip([0, *edges], edges)]
+    assert stream.frames == sum(p.shape[1] for p in parts)
+    parts.append(stream.add(tokens[edges[-1] if edges else 0 :], last=True))
+    np.testing.assert_allclose(np.array(mx.concatenate(parts, axis=1)), np.array(whole), atol=1e-4 * np.abs(np.array(whole)).max())
+
+
+def test_stream_computes_each_frame_once(tiny, monkeypatch):
+    flow, args, tokens = tiny
+    frames = []
+    monkeypatch.setattr(Flow, "solve", lambda self, mu, *a, __solve=Flow.solve, **k: frames.append(mu.shape[1]) or __solve(self, mu, *a, **k))
+    stream = flow.stream(*args, steps=1, memory_budget=1e12)
+    for t in tokens:
+        stream.add([t])
+    stream.add([], last=True)
+    assert sum(frames) == 2 * (7 + 40) and max(frames) <= 8
+
+
+def test_past_the_budget_nothing_is_kept(tiny):
+    flow, args, tokens = tiny
+    stream = flow.stream(*args, steps=2, memory_budget=40 * flow.stream(*args, steps=2, memory_budget=0).bytes_per_frame)
+    stream.add(tokens[:12])
+    assert stream.states is not None
+    stream.add(tokens[12:])
+    assert stream.states is None
+
+
+def test_kept_bytes_are_what_is_said(tiny):
+    flow, args, tokens = tiny
+    stream = flow.stream(*args, steps=2, memory_budget=1e12)
+    stream.add(tokens, last=True)
+    used = sum(2 * c.keys.nbytes * c.offset // c.keys.shape[2] for s in stream.states for c in s.caches)
+    assert used == stream.bytes_per_frame * (14 + 80)
+
+
+def test_trained_model():
+    folder = large("checkpoints", "cosyvoice3-tiny")
+    weights = {k: t.numpy() for k, t in open_source(folder / "flow.pt").tensors.items()}
+    config = {"vocab_size": 928, "dit": {"dim": 192, "depth": 8, "heads": 3}, "pre_lookahead_layer": {"channels": 192}}
+    flow, io = load(config, weights), load_file(folder / "io.safetensors")
+    voices = read_torch(folder / "spk2info.pt")
+    told = json.loads((folder / "io.json").read_text())
+    for name in ("s1", "s2"):
+        embedding = mx.array(np.array(voices[told[name]["voice"]]["embedding"].numpy(), np.float32))
+        tokens = mx.array(io[f"{name}.tokens"])[None]
+        mel = flow(tokens, mx.zeros((1, 0), dtype=mx.int32), mx.zeros((1, 0, 80)), embedding.reshape(1, 192))
+        close(mel, mx.array(io[f"{name}.mel"])[None], 1e-3)
+
+
+@pytest.mark.slow
+def test_full_size():
+    folder = cosyvoice_golden("real_size")
+    spec = importlib.util.spec_from_file_location("seeded_weights", folder.parent / "seeded_weights.py")
+    seeded = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(seeded)
+    config = {"vocab_size": 6561, "dit": {"dim": 1024, "depth": 22, "heads": 16}, "pre_lookahead_layer": {"channels": 1024}}
+    flow = load(config, seeded.state_dict("v3.flow"))
+    io = mx.load(str(folder / "v3.flow.safetensors"))
+    mel = flow(io["in.token"], io["in.prompt_token"], io["in.prompt_feat"], io["in.embedding"])
+    theirs = np.array(io["mel"].swapaxes(1, 2))
+    print("largest error", np.abs(np.array(mel) - theirs).max())
+    np.testing.assert_allclose(np.array(mel), theirs, atol=2e-3, rtol=0)
+
+
+def test_int8_layers(golden):
+    from mlx_cosyh3.cosyvoice.cosyvoice3 import _quantize
+
+    folder = cosyvoice_golden("v3_flow")
+    flow = Flow(FlowConfig.from_dict(json.loads((folder / "config.json").read_text())))
+    _quantize(flow, {"mode": "int8"}, dit.quantizes)
+    kinds = {n: type(m) for n, m in flow.named_modules()}
+    assert kinds["dit.blocks.0.to_q"] is kinds["dit.blocks.1.ff_out"] is Int8Linear
+    assert kinds["dit.proj_in"] is not Int8Linear and kinds["dit.blocks.0.modulation"] is not Int8Linear
+
+
+def test_bf16_weights_keep_fp32_outside(tiny):
+    flow, args, tokens = tiny
+    half = Flow(FlowConfig.from_dict(TINY))
+    half.update(tree_map(lambda a: a.astype(mx.bfloat16), flow.parameters()))
+    mx.eval(half.parameters())
+    a, b = (f(mx.array([tokens]), *args, steps=2) for f in (flow, half))
+    assert b.dtype == mx.float32
+    assert 0 < mx.abs(a - b).max() < 0.1 * mx.abs(a).max()
+
+
+def test_a_value_that_is_not_finite_names_stage_and_step(tiny):
+    flow, args, tokens = tiny
+    with pytest.raises(CosyH3Error, match=r"the flow gave a value that is not finite .* in step 1 of 3"):
+        flow(mx.array([tokens]), args[0], args[1] * float("inf"), args[2], steps=3)
+
+
+def test_bad_tokens_and_lengths(tiny):
+    flow, args, _ = tiny
+    with pytest.raises(CosyH3Error, match="outside of 0 to 29: 3 to 30"):
+        flow(mx.array([[3, 30]]), args[0][:, :0], args[1][:, :0], args[2])
+    with pytest.raises(CosyH3Error, match="at most 300 s"):
+        flow(mx.zeros((1, noise.FRAMES // 2), dtype=mx.int32), *args, steps=1)
+
+
+def test_progress_counts_the_steps(tiny):
+    flow, args, tokens = tiny
+    seen = []
+    flow(mx.array([tokens[:3]]), *args, steps=4, on_step=seen.append)
+    assert seen == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("frames", [1, 7, 8, 9, 30])
+@pytest.mark.parametrize("start", [0, 8, 16])
+def test_chunk_mask(start, frames):
+    mask = dit.chunk_mask(start, frames, 8)
+    want = [[j < (i // 8 + 1) * 8 for j in range(start + frames)] for i in range(start, start + frames)]
+    assert np.array(want).all() if mask is None else np.array_equal(np.array(mask), want)
+
+
+def test_sanitize():
+    a = np.zeros((4, 3, 5), np.float32)
+    out = sanitize({"pre_lookahead_layer.conv1.weight": a, "decoder.estimator.rotary_embed.inv_freq": a[0]})
+    assert list(out) == ["pre_lookahead_layer.conv1.weight"] and out["pre_lookahead_layer.conv1.weight"].shape == (4, 5, 3)
+    with pytest.raises(CheckpointError, match="unknown tensor 'decoder.estimator.proj_outt.weight', nearest known: 'decoder.estimator.proj_out'"):
+        sanitize({"decoder.estimator.proj_outt.weight": a})
+
+
+def test_sanitize_twice(golden):
+    folder = cosyvoice_golden("v3_flow")
+    once = sanitize({k: t.numpy() for k, t in open_source(folder / "flow.pt").tensors.items()})
+    twice = sanitize(once)
+    assert list(once) == list(twice) and all(once[k] is twice[k] for k in once)
