@@ -1,4 +1,4 @@
-"""The command `mlx_cosyh3`: generate, repl, perplexity, convert, verify, info, doctor.
+"""The command `mlx_cosyh3`: say, clone, vc, voices, generate, repl, perplexity, convert, verify, info, doctor.
 
 Data goes to stdout, everything else to stderr, where progress and statistics only appear in a terminal (or with
 --stats). An error that a user can mend is one line on stderr and exit status 2; --debug shows where it came from.
@@ -14,6 +14,7 @@ import traceback
 from pathlib import Path
 
 import mlx_cosyh3
+from mlx_cosyh3 import speech_cli
 from mlx_cosyh3.console import DEFAULTS, OPTIONS, check, show, stats_line, unescape
 from mlx_cosyh3.errors import CosyH3Error, nearest
 from mlx_cosyh3.kernels import _dispatch
@@ -71,7 +72,7 @@ class Parser(argparse.ArgumentParser):
 
 def _parse(argv):
     """Parsed arguments, or an exit status if there is nothing to run."""
-    parser = Parser(prog="mlx_cosyh3", description="H3 language models in MLX.", allow_abbrev=False)
+    parser = Parser(prog="mlx_cosyh3", description="CosyVoice speech and H3 language models in MLX.", allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"mlx_cosyh3 {mlx_cosyh3.__version__}")
     commands = parser.add_subparsers(metavar="command", title="commands", parser_class=Parser)
     known = {}
@@ -119,6 +120,10 @@ def _commands():
     from mlx_cosyh3.convert import verify
 
     return [
+        ("say", speech_cli.add_say, lambda args: speech_cli.say(args, _spoken), "speak a text; writes an audio file"),
+        ("clone", speech_cli.add_clone, speech_cli.clone, "make a voice file from a recording"),
+        ("vc", speech_cli.add_vc, speech_cli.vc, "say what a recording says with another voice"),
+        ("voices", speech_cli.add_model, speech_cli.voices, "list the voices that a model holds"),
         ("generate", _add_generate, _generate, "continue a prompt; prints the continuation"),
         ("repl", _add_repl, _repl, "type text and let the model continue it, with state kept between turns"),
         ("perplexity", _add_perplexity, _perplexity, "measure how well a model predicts a text"),
@@ -219,6 +224,17 @@ def _prompt(args):
         raise CosyH3Error("no prompt: give it as an argument, with --file F, or through a pipe")
     text = "".join(_text_in(given[0] if given else "-", "prompt"))
     return text.removesuffix("\n").removesuffix("\r")
+
+
+def _spoken(args):
+    """The text of `say`, likewise."""
+    if args.text is not None and args.file is not None:
+        raise CosyH3Error("give one text: as an argument or with --file")
+    if args.text not in (None, "-"):
+        return args.text
+    if args.text is None and args.file is None and (sys.stdin is None or sys.stdin.isatty()):
+        raise CosyH3Error("no text: give it as an argument, with --file F, or through a pipe")
+    return "".join(_text_in(args.file or "-", "text"))
 
 
 # ---------------------------------------------------------------- the commands

@@ -14,14 +14,17 @@ from mlx_cosyh3.tokenizer import Tokenizer
 
 EMBEDDED = Path(__file__).parent / "models"
 DEFAULT_MODEL = "h3-tiny"
-FAMILIES = {"h3": "mlx_cosyh3.h3"}  # config.json's model_type -> module with `build(config)`
-PATTERNS = ["*.json", "*.safetensors", "*.txt", "*.bpe", "*.md"]
+FAMILIES = {  # config.json's model_type -> module with `build(config)`
+    "h3": "mlx_cosyh3.h3",
+    "cosyvoice3": "mlx_cosyh3.cosyvoice.cosyvoice3",
+}
+PATTERNS = ["*.json", "*.safetensors", "voices/*.safetensors", "*.txt", "*.bpe", "*.md"]
 
 
 def load(path_or_repo=None, *, revision=None, kv_window=None):
     """Load a converted model: a folder, a hub repo id, or None for the small model that comes with the package.
 
-    kv_window   the attention layers look at this many last tokens (None: at all), which bounds memory and time
+    kv_window   H3: the attention layers look at this many last tokens (None: at all), which bounds memory and time
     Returns the model, evaluated, with its `tokenizer` and `config`; any thread may use it.
     Raises CosyH3Error (CheckpointError for a folder that holds no such model)."""
     check_machine()
@@ -30,7 +33,12 @@ def load(path_or_repo=None, *, revision=None, kv_window=None):
     folder = find_model(path_or_repo, revision)
     config = read_config(folder)
     module = importlib.import_module(FAMILIES[config["model_type"]])
-    model = module.build(config, kv_window=kv_window)
+    if config["model_type"] == "h3":
+        model = module.build(config, kv_window=kv_window)
+    elif kv_window is not None:
+        raise CosyH3Error(f"kv_window={kv_window} goes with H3 models; {folder} is a {config['model_type']} model: leave it out")
+    else:
+        model = module.build(config)
     weights = {}
     for file in sorted(folder.glob("model*.safetensors")):
         try:
@@ -39,9 +47,13 @@ def load(path_or_repo=None, *, revision=None, kv_window=None):
             raise CheckpointError(f"cannot read {file}: {str(e).splitlines()[0]}; convert the model again") from e
     if not weights:
         raise CheckpointError(f"{folder} holds no model*.safetensors: convert the model again")
+    if hasattr(module, "cast"):
+        weights = module.cast(weights, config)
     _check(folder, model, weights)
     model.load_weights(list(weights.items()))
-    if (folder / "vocab.json").exists() or (folder / "tokenizer.json").exists():
+    if hasattr(model, "finish"):
+        model.finish(folder)
+    elif (folder / "vocab.json").exists() or (folder / "tokenizer.json").exists():
         model.tokenizer = Tokenizer.from_dir(folder, config.get("eos_token_id"))
     return model
 

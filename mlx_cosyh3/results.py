@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 
 import mlx.core as mx
+import numpy as np
 
 
 @dataclass
@@ -30,3 +31,30 @@ class TextResult(Result):
     prompt_tokens: int = 0
     prompt_tps: float = 0.0
     generation_tps: float = 0.0
+
+
+@dataclass
+class SpeechResult(Result):
+    """audio       float32 [N], mono, from -1 to 1; sample_rate in Hz, duration in seconds
+    rtf         seconds of computing per second of audio: below 1 is faster than it is spoken
+    mode        "zero_shot", "cross_lingual", "instruct", "sft" or "convert"
+    tokens      speech tokens that were spoken
+    segments    the pieces in which the text was spoken, as the model read them
+    total       wall-clock seconds from the first step to the result
+    `seconds` has "llm", "flow", "vocoder", and "first_audio": from the start until the first audio was there"""
+
+    audio: np.ndarray = None
+    sample_rate: int = 0
+    duration: float = 0.0
+    rtf: float = 0.0
+    mode: str = ""
+    tokens: list = field(default_factory=list)
+    segments: list = field(default_factory=list)
+    total: float = 0.0
+
+    def save(self, path):
+        """Write a 16-bit wav (or what the name's ending says); it appears whole or not at all. Raises CosyH3Error."""
+        # Imported here: results of text need no audio.
+        from mlx_cosyh3.cosyvoice.audio import write_wav
+
+        write_wav(path, self.audio, self.sample_rate)

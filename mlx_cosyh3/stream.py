@@ -17,7 +17,7 @@ class Stream:
     close()   stop generating; what was made stays, in `result` and in the cache that was passed in"""
 
     def __init__(self, run):
-        """`run` has pieces(), a generator of pieces (falsy ones are not passed on), and result()."""
+        """`run` has pieces(), a generator of pieces (text or arrays; empty ones are not passed on), and result()."""
         self._run = run
         self._context = contextvars.copy_context()  # `use_kernels` and the like hold in the worker, too
         self._pieces = queue.Queue(maxsize=8)
@@ -40,7 +40,7 @@ class Stream:
                 raise piece
             if piece is None:
                 self.close()
-            elif piece:
+            elif len(piece):
                 return piece
         raise StopIteration
 

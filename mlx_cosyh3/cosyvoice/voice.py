@@ -1,0 +1,131 @@
+"""A voice: what is taken from a recording (and its transcript) once, so that any text can be spoken with it.
+
+Holds numbers only, as numpy arrays: safe in any thread, saved and loaded as one safetensors file. Nothing in it comes
+from the texts that are spoken with it.
+"""
+
+import os
+import secrets
+from dataclasses import dataclass
+from pathlib import Path
+
+import mlx.core as mx
+import numpy as np
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save as to_bytes
+
+from mlx_cosyh3.cosyvoice import audio, features
+from mlx_cosyh3.errors import CheckpointError, CosyH3Error
+
+FORMAT = "1"
+
+
+@dataclass
+class Voice:
+    """embedding       float32 [192], the speaker (CAM++)
+    prompt_tokens   int32 [P], the recording as speech tokens; empty for a voice that is an embedding alone
+    prompt_mel      float32 [M, 80], the recording's mel frames
+    transcript      what is said in the recording; None: not known (the text is then spoken without that example)
+    transcript_ids  the transcript as token ids, where only those are stored
+    codebook        number of speech tokens of the model it was made for, which alone can use it"""
+
+    embedding: np.ndarray
+    prompt_tokens: np.ndarray
+    prompt_mel: np.ndarray
+    transcript: str | None = None
+    transcript_ids: np.ndarray | None = None
+    name: str = ""
+    codebook: int = 0
+    sample_rate: int = 24000
+
+    @classmethod
+    def from_audio(cls, model, recording, text=None, *, name="", note=None):
+        """The voice of `recording` (a path, an open file, or (samples, rate)) for `model`.
+
+        text   the transcript of the recording, word for word; without it `generate` has less to imitate
+        note   called with each warning (a string); None: warnings.warn
+        Raises CosyH3Error for a recording that is too short, silent or of too low a rate, or a model without the
+        two parts that this needs."""
+        note = note or audio.warn
+        model.need("campplus", "speech_tokenizer")
+        samples, rate = audio.read_audio(recording)
+        audio.check_clip(samples, rate, note)
+        tokens, mel = model.speech_features(samples, rate)
+        if not len(tokens):
+            raise CosyH3Error(f"the recording ({len(samples) / rate:.2f} s) is too short to be a voice: give 3 to 30 s")
+        embedding = model.speaker(samples, rate)
+        if text is not None:
+            text = text.strip() or None
+        return cls(embedding, tokens, mel, text, None, name, model.codebook, model.sample_rate)
+
+    @property
+    def has_prompt(self):
+        return len(self.prompt_tokens) > 0
+
+    @property
+    def seconds(self):
+        """Length of the recording that is kept, s (speech tokens come at 25 a second in all 24 kHz models)."""
+        return self.prompt_mel.shape[0] * 480 / 24000 if self.sample_rate == 24000 else self.prompt_mel.shape[0] * 256 / 22050
+
+    def save(self, path):
+        """Write one safetensors file; it appears whole or not at all. Raises CosyH3Error."""
+        path = Path(path)
+        tensors = {"embedding": self.embedding, "prompt_tokens": self.prompt_tokens, "prompt_mel": self.prompt_mel}
+        if self.transcript_ids is not None:
+            tensors["transcript_ids"] = self.transcript_ids
+        told = {"mlx_cosyh3_voice": FORMAT, "name": self.name, "codebook": str(self.codebook), "sample_rate": str(self.sample_rate)}
+        if self.transcript is not None:
+            told["transcript"] = self.transcript
+        partial = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
+        try:
+            partial.write_bytes(to_bytes({n: np.ascontiguousarray(a) for n, a in tensors.items()}, told))
+            os.replace(partial, path)
+        except OSError as e:
+            partial.unlink(missing_ok=True)
+            raise CosyH3Error(f"cannot write the voice {path}: {e.strerror or e}") from e
+
+    @classmethod
+    def load(cls, path):
+        """Read what `save` wrote. Raises CosyH3Error."""
+        path = Path(path)
+        if not path.is_file():
+            raise CosyH3Error(f"there is no voice file {path}")
+        try:
+            with safe_open(path, "np") as file:
+                told, tensors = file.metadata() or {}, {n: file.get_tensor(n) for n in file.keys()}
+        except (SafetensorError, OSError, ValueError) as e:
+            raise CheckpointError(f"{path} is not a voice file ({str(e).splitlines()[0]}); make it again with: mlx_cosyh3 clone") from e
+        if told.get("mlx_cosyh3_voice") != FORMAT:
+            raise CheckpointError(f"{path} is no voice file of this program; make one with: mlx_cosyh3 clone")
+        try:
+            voice = cls(
+                tensors["embedding"].astype(np.float32).reshape(-1),
+                tensors.get("prompt_tokens", np.zeros(0, np.int32)).astype(np.int32).reshape(-1),
+                tensors.get("prompt_mel", np.zeros((0, 80), np.float32)).astype(np.float32).reshape(-1, 80),
+                told.get("transcript"),
+                tensors.get("transcript_ids"),
+                told.get("name") or path.name.removesuffix(".safetensors").removesuffix(".voice"),
+                int(told.get("codebook", 0)),
+                int(told.get("sample_rate", 24000)),
+            )
+        except (KeyError, ValueError) as e:
+            raise CheckpointError(f"{path} is a damaged voice file ({type(e).__name__}: {e}); make it again") from e
+        if not all(np.isfinite(a).all() for a in (voice.embedding, voice.prompt_mel)):
+            raise CheckpointError(f"{path} holds numbers that are not finite: make the voice again")
+        return voice
+
+    def arrays(self):
+        """(prompt tokens int32 [1, P], prompt mel [1, M, 80], embedding [1, 192]) as evaluated MLX arrays."""
+        out = (mx.array(self.prompt_tokens)[None], mx.array(self.prompt_mel)[None], mx.array(self.embedding)[None])
+        mx.eval(out)
+        return out
+
+
+def speech_features(samples, rate, tokenizer, mel, sample_rate, ratio):
+    """(speech tokens int32 [P], mel float32 [ratio * P, 80]) of a recording: both cut to the same length.
+
+    tokenizer   S3Tokenizer; `mel` the settings of `features.mel_spectrogram`; `ratio` mel frames a token"""
+    tokens = tokenizer.tokenize(audio.resample(samples, rate, 16000))
+    frames = features.mel_spectrogram(audio.resample(samples, rate, sample_rate), **mel)
+    n = min(len(frames) // ratio, len(tokens))
+    return np.asarray(tokens[:n], np.int32), frames[: ratio * n]
