@@ -10,6 +10,7 @@ A body is written in Metal's words; for CUDA the header below gives those words 
 """
 
 import hashlib
+import re
 import threading
 
 import mlx.core as mx
@@ -52,6 +53,27 @@ typedef unsigned char uchar;
 """
 
 
+def bare(source):
+    """`source` without comments and indents; its lines keep their numbers."""
+    source = re.sub(r"/\*.*?\*/", lambda m: "\n" * m[0].count("\n"), source, flags=re.DOTALL)
+    return "\n".join(re.sub(r"//.*", "", line).strip() for line in source.split("\n"))
+
+
+def _words(text):
+    """Those definitions of CUDA_WORDS that `text` uses, and that those use."""
+    # One definition ends where the next begins; what defines no name of its own is always needed.
+    parts = re.split(r"\n(?=#|template|struct|namespace|typedef)", bare(CUDA_WORDS).strip())
+    names = [re.match(r"#define (\w+)|.*?(\w+)\(T |struct (\w+)|namespace (\w+)|typedef .* (\w+);", p) for p in parts]
+    names = [next(filter(None, m.groups()), None) if m else None for m in names]
+    used = {None, "__device__"}
+    before = -1
+    while len(used) != before:
+        before = len(used)
+        chosen = [p for p, n in zip(parts, names) if n in used]
+        used |= {n for n in names if n and re.search(rf"\b{n}\b", "\n".join([text, *chosen]))}
+    return "\n".join(p for p, n in zip(parts, names) if n in used) + "\n"
+
+
 class GpuKernel:
     """A kernel in source form, compiled at first use on whichever GPU there is.
 
@@ -59,13 +81,16 @@ class GpuKernel:
     inputs, outputs   names, as `mx.fast.metal_kernel` takes them
     body       Metal source of the function's body; `cuda_body` where CUDA needs another one (None: the same)
     header     Metal helpers in front of it; `cuda_header` likewise
-    contiguous copy strided inputs first; False: the body goes by `x_strides` (in elements)"""
+    contiguous copy strided inputs first; False: the body goes by `x_strides` (in elements)
+
+    MLX copies and hashes the whole text at every launch (4 us for 20 KB), so comments and indents are left out."""
 
     def __init__(self, name, inputs, outputs, body, *, header="", cuda_body=None, cuda_header=None, contiguous=True):
         self.name, self.inputs, self.outputs = name, list(inputs), list(outputs)
-        self.body, self.header, self.contiguous = body, header, contiguous
-        self.cuda_body = body if cuda_body is None else cuda_body
-        self.cuda_header = CUDA_WORDS + (header if cuda_header is None else cuda_header)
+        self.body, self.header, self.contiguous = bare(body), bare(header), contiguous
+        self.cuda_body = self.body if cuda_body is None else bare(cuda_body)
+        cuda_header = self.header if cuda_header is None else bare(cuda_header)
+        self.cuda_header = _words(cuda_header + self.cuda_body) + cuda_header
         self._lock, self._made = threading.Lock(), None
 
     def metal_arguments(self):

@@ -18,6 +18,8 @@ single bytes are read. On Metal the weight, and an int8 x, must have 8 elements 
 bytes, as all arrays do but odd slices of flat int8 arrays.
 """
 
+import functools
+
 import mlx.core as mx
 
 from mlx_cosyh3.kernels._gpu import GpuKernel
@@ -296,6 +298,7 @@ INT8_GEMV_INT8 = GpuKernel(
 )  # fmt: skip
 
 
+@functools.lru_cache(1024)
 def cuda_shape(rows, n, k):
     """(M, R, S) on a GPU of CUDA's: about 4,000 simdgroups in all, each with two steps of K or more to itself.
 
@@ -306,6 +309,7 @@ def cuda_shape(rows, n, k):
     return m, r, s
 
 
+@functools.lru_cache(1024)
 def metal_shape(rows, n, k):
     """(M, R, S) on an Apple GPU; a guess, never timed."""
     r = 4 if n >= 2048 else 2

@@ -12,10 +12,11 @@ MLX has no integer GEMM; the reference is exact all the same: products of int8 a
 at most 1,024 of them stays below 2^24 (1,040 x 127^2; 1,024 x 128^2 is just 2^24), so every partial sum is exact in
 any order; blocks are added in int32. TF32 and bf16 hold int8 values exactly, too.
 
-On a GPU, by the number of rows (BREAK_EVEN):
-    few    the GEMV kernels (int8_gemv.py)
-    some   the tiled kernel of int8_gemm.py on Metal; that of int8_mma.py on CUDA for half-precision x
-    many   the weight is dequantised to x's dtype for MLX's matrix product, so each weight is rounded to x's dtype first
+On a GPU BREAK_EVEN says what runs, by the rows of x and by K:
+    gemv         few rows: int8_gemv.py
+    gemm, mma    some: the tiled kernel of int8_gemm.py on Metal, that of int8_mma.py on CUDA for half-precision x
+    dequantize   many: the weight in x's dtype (so each one is rounded to it) for MLX's matrix product
+    affine       MLX's own 8-bit product, from a second copy of the weight (`repack`), where the caller keeps one
 """
 
 import mlx.core as mx
@@ -29,25 +30,46 @@ EXACT_K = 1024  # 1024 * 128 * 128 = 2^24: the longest block whose fp32 sum is e
 INT32_K = 131_072  # from this K on an int32 sum may overflow
 FLOATS = (mx.float32, mx.float16, mx.bfloat16)
 
-# Up to how many rows each way is the fastest, in order; beyond the last one, for float x the weight is dequantised and
-# for int8 x the reference runs. Guesses from counted bytes and operations, not measured yet.
+GROUP = 64  # of `mx.quantized_matmul`
+
+# {back end: {x: [(rows up to, K up to, way), ...]}}: the first entry that fits; beyond, float x takes "dequantize" and
+# int8 x the reference. "affine" counts only where there is that copy and nothing but a bias follows the product: an
+# activation, `times` or `residual` would be launches of their own.
+ANY = 1 << 30
 BREAK_EVEN = {
-    "metal": {"float32": {"gemv": 8, "gemm": 512}, "half": {"gemv": 8, "gemm": 512}, "int8": {"gemv": 16}},
-    "cuda": {"float32": {"gemv": 16}, "half": {"gemv": 1, "mma": 64}, "int8": {"gemv": 32}},
+    # Guesses from counted bytes and operations; never timed. "affine" moves 6 % more bytes than "gemv", and where K is no
+    # multiple of 256, as 896, MLX takes its slower kernel: so it is not on the list.
+    "metal": {
+        "float32": [(8, ANY, "gemv"), (512, ANY, "gemm")],
+        "half": [(8, ANY, "gemv"), (512, ANY, "gemm")],
+        "int8": [(16, ANY, "gemv")],
+    },
+    # NVIDIA H200, MLX 0.32.4 (docs/LOG.md, 2026-11-30), float16 x: "affine" took 0.38 to 0.71 of the time of our kernels
+    # at 1 row and 0.94 at 8 (K 8192); int8 x int8 was 1.3 to 3.4 times as fast as the reference at 1 and 8 rows, 0.87 to
+    # 0.96 at 64. Guesses: float32 x, where mma ends, and what lies between those rows.
+    "cuda": {
+        "float32": [(16, ANY, "gemv")],
+        "half": [(8, ANY, "affine"), (1, ANY, "gemv"), (64, ANY, "mma")],
+        "int8": [(32, ANY, "gemv")],
+    },
 }
 WAYS = {"gemv": (INT8_GEMV, gemv), "gemm": (INT8_GEMM, gemm), "mma": (INT8_MMA, mma), "dequantize": (INT8_DEQUANTIZE, None)}
 
 
-def int8_matmul(x, weight, scale, bias=None, *, x_scale=None, stream=None):
+def int8_matmul(x, weight, scale, bias=None, *, x_scale=None, affine=None, way=None, stream=None):
     """`x @ weight.T` for int8 `weight` [out, in] with fp32 `scale` [out]; see the module for both forms.
 
+    affine   None, or what `repack` made of weight and scale for x's dtype
+    way      one of the module's ways, whatever BREAK_EVEN says (one that may not run gives way to the reference)
+
     Raises TypeError for other dtypes, ValueError for shapes that do not fit."""
-    _check(x, weight, scale, bias, x_scale)
+    _check(x, weight, scale, bias, x_scale, way)
     if x_scale is None:
-        return _linear(x, weight, scale, bias, None, None, None, stream)
+        return _linear(x, weight, scale, bias, None, None, None, affine, way, stream)
     rows = x_scale.size
-    if _supported(x, weight) and weight.shape[1] < INT32_K and rows <= BREAK_EVEN[_platform()]["int8"]["gemv"]:
-        shape, has_bias = _shape(rows, weight), bias is not None
+    way = way or _way(rows, weight.shape[1], "int8", False)
+    if way == "gemv" and _supported(x, weight) and weight.shape[1] < INT32_K:
+        shape, has_bias = _shape(rows, weight.shape), bias is not None
         selftest = lambda: _int8_selftest(shape, has_bias)  # noqa: E731
         if _dispatch.usable(INT8_GEMV_INT8, "int8_matmul", (shape, has_bias), stream, selftest):
             y = _run_int8(x, x_scale, weight, scale, bias, shape, stream)
@@ -55,22 +77,24 @@ def int8_matmul(x, weight, scale, bias=None, *, x_scale=None, stream=None):
     return reference(x, weight, scale, bias, x_scale=x_scale, stream=stream)
 
 
-def int8_linear(x, weight, scale, bias=None, *, activation=None, times=None, residual=None, stream=None):
+def int8_linear(
+    x, weight, scale, bias=None, *, activation=None, times=None, residual=None, affine=None, way=None, stream=None
+):
     """activation(x W^T + bias) * times + residual in one launch where there are few rows; x floating [..., in].
 
     activation   None, "gelu_tanh" or "silu"
     times        None, or [..., out] in x's dtype: silu(x Wg^T) * (x Wu^T) takes the second product here
     residual     None, or [..., out] in x's dtype
 
-    All of it is computed in fp32 and rounded once, to x's dtype. Errors as `int8_matmul`."""
-    _check(x, weight, scale, bias, None)
+    All of it is computed in fp32 and rounded once, to x's dtype. `affine`, `way` and errors as `int8_matmul`."""
+    _check(x, weight, scale, bias, None, way)
     if activation not in ACTIVATIONS:
         raise ValueError(f"int8_linear: no activation {activation!r}; use one of {', '.join(map(repr, ACTIVATIONS))}")
     for name, a in (("times", times), ("residual", residual)):
         if a is not None and (a.dtype != x.dtype or a.shape != (*x.shape[:-1], weight.shape[0])):
             want = f"{x.dtype} {[*x.shape[:-1], weight.shape[0]]}"
             raise ValueError(f"int8_linear: {name} must be {want} like the result, not {a.dtype} {list(a.shape)}")
-    return _linear(x, weight, scale, bias, activation, times, residual, stream)
+    return _linear(x, weight, scale, bias, activation, times, residual, affine, way, stream)
 
 
 def reference(x, weight, scale, bias=None, *, x_scale=None, stream=None):
@@ -124,7 +148,9 @@ def _exact_sum(x, weight, s):
     return total
 
 
-def _check(x, weight, scale, bias, x_scale):
+def _check(x, weight, scale, bias, x_scale, way):
+    if way not in (None, "affine", *WAYS):
+        raise ValueError(f"int8_matmul: no way {way!r}; use one of affine, {', '.join(WAYS)}")
     if weight.dtype != mx.int8 or weight.ndim != 2:
         raise TypeError(f"int8_matmul: weight must be int8 [out, in], not {weight.dtype} {list(weight.shape)}")
     if (x.dtype == mx.int8) != (x_scale is not None):
@@ -151,27 +177,38 @@ def _supported(x, weight):
     return weight.size >= 8 and x.size >= (8 if x.dtype == mx.int8 else 1) and x.dtype in (*FLOATS, mx.int8)
 
 
-def _shape(rows, weight):
-    return (metal_shape if _platform() == "metal" else cuda_shape)(rows, *weight.shape)
+def _shape(rows, shape):
+    return (metal_shape if _platform() == "metal" else cuda_shape)(rows, *shape)
 
 
-def _how(way, rows, weight, dtype):
+def _how(way, rows, shape, dtype):
     """What a way is compiled for besides dtypes and extras."""
     if way == "gemv":
-        return _shape(rows, weight)
+        return _shape(rows, shape)
     if way == "gemm":
         return mx.float16 if dtype == mx.float16 else mx.float32
-    return mma_shape(rows, *weight.shape) if way == "mma" else None
+    return mma_shape(rows, *shape) if way == "mma" else None
 
 
-def _linear(x, weight, scale, bias, activation, times, residual, stream):
+def _way(rows, k, kind, affine):
+    """What BREAK_EVEN says of `rows` of x; None beyond its entries."""
+    table = BREAK_EVEN[_platform()][kind]
+    return next((w for most, longest, w in table if rows <= most and k <= longest and (affine or w != "affine")), None)
+
+
+def _linear(x, weight, scale, bias, activation, times, residual, affine, way, stream):
     """`int8_linear` by the fastest way that may be used here."""
     n, k = weight.shape
     if _supported(x, weight):
         rows = x.size // k
-        table = BREAK_EVEN[_platform()]["float32" if x.dtype == mx.float32 else "half"]
-        way = next((way for way, most in table.items() if rows <= most), "dequantize")
-        how = _how(way, rows, weight, x.dtype)
+        plain = activation is None and times is None and residual is None
+        kind = "float32" if x.dtype == mx.float32 else "half"
+        way = way or _way(rows, k, kind, plain and affine is not None and affine[1].dtype == x.dtype) or "dequantize"
+        if way == "affine":
+            if affine is not None and _dispatch.on_gpu(stream) and "int8_matmul" in _dispatch.allowed():
+                return _affine(x, affine, bias, activation, times, residual, stream)
+            return linear_reference(x, weight, scale, bias, activation=activation, times=times, residual=residual, stream=stream)
+        how = _how(way, rows, weight.shape, x.dtype)
         extras = bias is not None, activation, times is not None, residual is not None
         variant = x.dtype, how, None if way == "dequantize" else extras
         if _dispatch.usable(WAYS[way][0], "int8_matmul", variant, stream, lambda: _selftest(way, *variant)):
@@ -179,6 +216,31 @@ def _linear(x, weight, scale, bias, activation, times, residual, stream):
             y = _run(way, how, flat(x), weight, scale, bias, activation, flat(times), flat(residual), stream)
             return mx.reshape(y, (*x.shape[:-1], n), stream=stream)
     return linear_reference(x, weight, scale, bias, activation=activation, times=times, residual=residual, stream=stream)
+
+
+def repack(weight, scale, dtype):
+    """The weight as `mx.quantized_matmul` takes it for x of `dtype`: (uint32 [N, K / 4], scales, biases [N, K / 64]).
+
+    The same bytes with their sign bit turned: q scale = (q + 128) scale - 128 scale; only the scale is rounded, to
+    `dtype`. None where that cannot be: K % 64, or a scale below what is normal in float16. Evaluates."""
+    n, k = weight.shape
+    if k == 0 or k % GROUP or (dtype == mx.float16 and not 2.0**-14 <= scale.min().item() <= scale.max().item() < 2.0**8):
+        return None
+    packed = mx.contiguous(weight ^ mx.array(-128, dtype=mx.int8)).view(mx.uint32)
+    scales = mx.contiguous(mx.broadcast_to(scale.astype(dtype)[:, None], (n, k // GROUP)))
+    made = packed, scales, -128 * scales
+    mx.eval(made)
+    return made
+
+
+def _affine(x, affine, bias, activation, times, residual, s):
+    """The way "affine" of int8_linear."""
+    y = mx.quantized_matmul(x, *affine, transpose=True, group_size=GROUP, bits=8, stream=s)
+    if bias is not None:
+        y = mx.add(y, bias.astype(x.dtype, stream=s), stream=s)
+    if activation is None and times is None and residual is None:
+        return y
+    return _finish(y.astype(mx.float32, stream=s), x.dtype, activation, times, residual, s)
 
 
 def _run(way, how, x, weight, scale, bias, activation, times, residual, s):

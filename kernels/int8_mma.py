@@ -14,6 +14,8 @@ K % 16 must be 0 and the arrays aligned to 16 bytes; else single values are read
 matrix instructions are no faster than the others, and the tile of int8_gemm.py holds what it needs.
 """
 
+import functools
+
 from mlx_cosyh3.kernels._gpu import GpuKernel
 from mlx_cosyh3.kernels.int8_gemv import CUDA_EPILOGUE, CUDA_LOADS, FINISH, ending
 
@@ -147,6 +149,7 @@ INT8_MMA = GpuKernel(
 )  # fmt: skip
 
 
+@functools.lru_cache(1024)
 def mma_shape(rows, n, k):
     """(C, S): tiles of 8 rows, and warps that share 16 outputs; a guess, not measured yet."""
     slices = -(-rows // MAX_ROWS)

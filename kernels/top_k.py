@@ -9,11 +9,14 @@ order-preserving integer key, and writes its k largest; a second launch does the
 sorts them. x is read once. MLX's own `argpartition` sorts the whole row on a GPU.
 """
 
+import functools
+
 import mlx.core as mx
 
 from mlx_cosyh3.kernels import _dispatch
 from mlx_cosyh3.kernels._gpu import GpuKernel
-from mlx_cosyh3.kernels.softmax import CUDA_VECTORS, FLOATS, METAL_VECTORS, PART_OF_ROW, THREAD, WORDS
+from mlx_cosyh3.kernels.softmax import FLOATS
+from mlx_cosyh3.kernels.softmax_rows import CUDA_VECTORS, METAL_VECTORS, PART_OF_ROW, THREAD, WORDS
 
 MAX_K = 128  # as many as the kernel's threadgroup memory takes
 PART_THREADS, PART_VALUES = 256, 8  # of a threadgroup of the first launch
@@ -169,11 +172,11 @@ def _kernel(x, k, stream):
     n, parts = x.shape[-1], _parts(x)
     values = mx.reshape(x, (-1, n), stream=stream)
     rows = values.shape[0]
-    columns = mx.zeros((1,), dtype=mx.int32, stream=stream)
+    columns = _constant(0)
     stages = [(parts, PART_THREADS, PART_VALUES)] + [(1, JOIN_THREADS, JOIN_VALUES)] * (parts > 1)
     for stage, (groups, threads, per_thread) in enumerate(stages):
         values, columns = KERNEL(
-            inputs=[values, columns, mx.array([k, groups], dtype=mx.int32)],
+            inputs=[values, columns, _constant(k, groups)],
             template=[("T", values.dtype), ("V", per_thread), ("LOW", LOW_BITS[x.dtype]),
                       ("FROM", stage == 1), ("SORT", groups == 1)],
             grid=(groups * threads, rows, 1),
@@ -183,6 +186,13 @@ def _kernel(x, k, stream):
             stream=stream,
         )  # fmt: skip
     return tuple(mx.reshape(a, (*x.shape[:-1], k), stream=stream) for a in (values, columns))
+
+
+@functools.lru_cache(64)
+def _constant(*numbers):
+    """`numbers` as int32, made once: a copy from the host costs more than a kernel. Never only one or two: MLX's CUDA
+    back end keeps arrays of up to 8 bytes where the host looks, and a kernel that reads one waits 10 us."""
+    return mx.array([*numbers, 0, 0], dtype=mx.int32)
 
 
 def _selftest(dtype, in_parts):

@@ -122,7 +122,9 @@ class H3Mixer(nn.Module):
         """Discretise and make the tables of both forms; returns the arrays to evaluate."""
         dA, dB, C = self.ssm.discretize(self._rule)
         pairs = (mx.array(np.stack([a.real, a.imag], axis=-1).astype(np.float32)) for a in (dA, dB, C))
-        self._params = H3StepParams(self.shift.B, self.shift.C, self.shift.D, *pairs, self.ssm.D)
+        # Contiguous, or each launch of the kernel would copy them.
+        shift = (mx.contiguous(a) for a in (self.shift.B, self.shift.C, self.shift.D))
+        self._params = H3StepParams(*shift, *pairs, self.ssm.D)
         f64 = lambda a: np.array(a, dtype=np.float64)  # noqa: E731
         self._shift_scan = ShiftScan(f64(self.shift.B), f64(self.shift.C), f64(self.shift.D))
         self._diag_scan = DiagonalScan(dA, dB, C, f64(self.ssm.D))
@@ -193,7 +195,8 @@ class MLP(nn.Module):
         self.fc2 = nn.Linear(c.d_inner, c.d_model)
 
     def __call__(self, x):
-        return self.fc2(gelu_tanh(self.fc1(x)))
+        fused = isinstance(self.fc1, Int8Linear)
+        return self.fc2(self.fc1(x, activation="gelu_tanh") if fused else gelu_tanh(self.fc1(x)))
 
 
 class Layer(nn.Module):

@@ -1,7 +1,7 @@
 """One token of one sequence through H3 in four launches a layer (kernels/h3_layer.py), where a GPU allows it.
 
-Launches, not arithmetic, are what a token costs on a large GPU. This is `H3.step` for a batch of one, plain (not
-quantised) weights of one dtype and head_dim 1; anything else takes the general way, with the same result.
+Launches, not arithmetic, are what a token costs on a large GPU. This is `H3.step` for a batch of one, head_dim 1, and
+weights of one dtype or in int8 per output row; anything else takes the general way, with the same result.
 """
 
 import threading
@@ -10,6 +10,7 @@ from functools import partial
 import mlx.core as mx
 import mlx.nn as nn
 
+from mlx_cosyh3.int8 import Int8Embedding, Int8Linear
 from mlx_cosyh3.kernels import _dispatch, h3_layer
 
 
@@ -77,58 +78,65 @@ def _h3_layers(model, layers, first, last, x, states):
         m = layer.mixer
         y, shift, ssm = h3_layer.h3_mixer(r, _norm(layer.norm1), _projections(m), shift, ssm, m._params)
         new.append([shift, ssm])
-        r = _mlp(layer, h3_layer.norm_linear(y, m.output_linear.weight, m.output_linear.bias, residual=r))
+        r = _mlp(layer, h3_layer.norm_linear(y, *_weights(m.output_linear), residual=r))
     if last:
-        r = h3_layer.norm_linear(r, _head(model), layer_norm=_norm(model.norm_f))[None]
+        r = h3_layer.norm_linear(r, *_head(model), layer_norm=_norm(model.norm_f))[None]
     return r, new
 
 
 def _attention_layer(layer, r, state, position):
     m = layer.mixer
-    qkv = h3_layer.norm_linear(r, m.Wqkv.weight, m.Wqkv.bias, layer_norm=_norm(layer.norm1))
+    qkv = h3_layer.norm_linear(r, *_weights(m.Wqkv), layer_norm=_norm(layer.norm1))
     y = m.attend(qkv[None, None], state, position)[0, 0]
-    return _mlp(layer, h3_layer.norm_linear(y, m.out_proj.weight, m.out_proj.bias, residual=r))
+    return _mlp(layer, h3_layer.norm_linear(y, *_weights(m.out_proj), residual=r))
 
 
 def _mlp(layer, r):
-    fc1, fc2 = layer.mlp.fc1, layer.mlp.fc2
-    h = h3_layer.norm_linear(r, fc1.weight, fc1.bias, layer_norm=_norm(layer.norm2), activation="gelu_tanh")
-    return h3_layer.norm_linear(h, fc2.weight, fc2.bias, residual=r)
+    fc1, fc2 = _weights(layer.mlp.fc1), _weights(layer.mlp.fc2)
+    h = h3_layer.norm_linear(r, *fc1, layer_norm=_norm(layer.norm2), activation="gelu_tanh")
+    return h3_layer.norm_linear(h, *fc2, residual=r)
 
 
 def _norm(layer_norm):
     return layer_norm.weight, layer_norm.bias, layer_norm.eps
 
 
+def _weights(linear):
+    """weight, bias and scale of a linear layer (or embedding); None for what it has not."""
+    return linear.weight, linear.get("bias"), linear.get("scale")
+
+
 def _projections(mixer):
-    return [a for m in (mixer.q_proj, mixer.k_proj, mixer.v_proj) for a in (m.weight, m.bias)]
+    three = [_weights(m) for m in (mixer.q_proj, mixer.k_proj, mixer.v_proj)]
+    return [a for weight, bias, _ in three for a in (weight, bias)] + [s for *_, s in three if s is not None]
 
 
 def _head(model):
-    return model.embeddings.weight if model.config.tie_word_embeddings else model.lm_head.weight
+    return _weights(model.embeddings if model.config.tie_word_embeddings else model.lm_head)
 
 
 def _all_usable(model):
-    if model.config.head_dim != 1 or not isinstance(model.embeddings, nn.Embedding):
+    tables = nn.Embedding, Int8Embedding
+    if model.config.head_dim != 1 or not isinstance(model.embeddings, tables):
         return False
-    linear = [m for _, m in model.named_modules() if hasattr(m, "weight") and not isinstance(m, (nn.Embedding, nn.LayerNorm))]
-    if any(type(m) is not nn.Linear for m in linear):
+    linear = [m for _, m in model.named_modules() if hasattr(m, "weight") and not isinstance(m, (*tables, nn.LayerNorm))]
+    if any(type(m) not in (nn.Linear, Int8Linear) for m in linear):
         return False
-    x = mx.zeros((model.config.d_model,), dtype=model.embeddings.weight.dtype)
+    x = mx.zeros((model.config.d_model,), dtype=model.embeddings(mx.array([0])).dtype)
     wide = mx.zeros((model.config.d_inner,), dtype=x.dtype)
     usable = h3_layer.linear_usable
     for layer in model.layers:
-        m, mlp = layer.mixer, layer.mlp
+        m, fc1, fc2 = layer.mixer, _weights(layer.mlp.fc1), _weights(layer.mlp.fc2)
         norm1, norm2 = _norm(layer.norm1), _norm(layer.norm2)
         if hasattr(m, "Wqkv"):
-            first, out = usable(x, m.Wqkv.weight, m.Wqkv.bias, norm1), m.out_proj
+            first, out = usable(x, *_weights(m.Wqkv), norm1), m.out_proj
         else:
             first, out = h3_layer.mixer_usable(x, norm1, _projections(m), m._params), m.output_linear
         if not (
             first
-            and usable(x, out.weight, out.bias, residual=x)
-            and usable(x, mlp.fc1.weight, mlp.fc1.bias, norm2, activation="gelu_tanh")
-            and usable(wide, mlp.fc2.weight, mlp.fc2.bias, residual=x)
+            and usable(x, *_weights(out), residual=x)
+            and usable(x, *fc1, norm2, activation="gelu_tanh")
+            and usable(wide, *fc2, residual=x)
         ):
             return False
-    return usable(x, _head(model), layer_norm=_norm(model.norm_f))
+    return usable(x, *_head(model), layer_norm=_norm(model.norm_f))

@@ -9,6 +9,7 @@ import mlx.nn as nn
 import numpy as np
 
 from mlx_cosyh3.kernels import int8_matmul
+from mlx_cosyh3.kernels.int8_matmul import int8_linear, repack
 
 
 def quantize_int8(weight):
@@ -28,10 +29,19 @@ class Int8Linear(nn.Module):
         self.scale = mx.ones((output_dims,))
         if bias:
             self.bias = mx.zeros((output_dims,))
+        self._affine = None
         self.freeze()
 
-    def __call__(self, x):
-        return int8_matmul(x, self.weight, self.scale, self.get("bias"))
+    def __call__(self, x, activation=None, times=None, residual=None):
+        """activation(x W^T + bias) * times + residual, rounded once: see `int8_linear`. With SiLU,
+        `down(gate(x, "silu", times=up(x)))` is a gated MLP."""
+        ending = {"activation": activation, "times": times, "residual": residual}
+        return int8_linear(x, self.weight, self.scale, self.get("bias"), **ending, affine=self._affine)
+
+    def keep_affine(self, dtype):
+        """Keep a second copy of the weight, for MLX's own product with x of `dtype`, which is faster on some GPUs
+        (`BREAK_EVEN`). It takes as much memory as the first, so both are no smaller than float16."""
+        self._affine = repack(self.weight, self.scale, dtype)
 
 
 class Int8Embedding(nn.Module):

@@ -16,6 +16,7 @@ import mlx.core as mx
 
 from mlx_cosyh3.errors import CosyH3Error
 from mlx_cosyh3.kernels import softmax
+from mlx_cosyh3.kernels.top_k import top_k as largest
 
 MAX_SEED = 2**63 - 1
 GREEDY_BELOW = 1e-6  # a lower temperature than this is argmax: every other id's probability rounds to 0 in fp32
@@ -85,7 +86,7 @@ def sample(logits, keys, *, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0):
     """Draw one id per row: logits [B, V] (any float type), keys uint32 [B, 2] -> ids int32 [B]. Lazy.
 
     temperature 0 takes the likeliest id (the lowest of equals). Otherwise, in this order: keep the `top_k` largest
-    logits (never more, whatever ties there are; 0 = all), divide by `temperature`, keep the smallest set whose
+    logits (of equals at the last place the lowest ids; 0 = all), divide by `temperature`, keep the smallest set whose
     probability reaches `top_p`, keep ids with at least `min_p` of the largest probability. Row b depends on
     logits[b] and keys[b] alone. Logits of -inf are never drawn while the row has others.
     """
@@ -106,18 +107,20 @@ def candidates(logits, *, temperature, top_k, top_p, min_p):
 
     A score is (logit - row's largest) / temperature, or -inf where a filter drops the id.
     """
-    scores = logits.astype(mx.float32)
-    peak = scores.max(axis=-1, keepdims=True)
+    if 0 < top_k < logits.shape[-1]:
+        scores, ids = largest(logits, top_k)  # falling: the only look at the whole vocabulary
+        peak = scores[:, :1]
+    else:
+        scores, ids = logits.astype(mx.float32), None
+        peak = scores.max(axis=-1, keepdims=True)
     # The largest becomes 0 before the division, which then cannot overflow at a low temperature.
     scores = (scores - mx.where(mx.isinf(peak), 0.0, peak)) / temperature
-    ids, size = None, scores.shape[-1]
-    if 0 < top_k < size:
-        ids = mx.argpartition(-scores, kth=top_k - 1, axis=-1)[:, :top_k]
-        scores = mx.take_along_axis(scores, ids, axis=-1)
     if top_p < 1:
-        order = mx.argsort(-scores, axis=-1)
-        scores = mx.take_along_axis(scores, order, axis=-1)
-        ids = order if ids is None else mx.take_along_axis(ids, order, axis=-1)
+        if ids is None:
+            # All are sorted, though few may be kept: how many is known on the device alone, and to wait for its answer
+            # would stop the next token's work from being prepared meanwhile. `mx.where` would compute both ways.
+            ids = mx.argsort(-scores, axis=-1)
+            scores = mx.take_along_axis(scores, ids, axis=-1)
         before = mx.cumsum(softmax(scores, axis=-1), axis=-1, inclusive=False)  # probability of all larger ones
         scores = mx.where(before < max(top_p, 1e-9), scores, -mx.inf)  # the first, with 0 before it, always stays
     if min_p > 0:

@@ -25,8 +25,8 @@ int8_linear = module.int8_linear
 
 DTYPES = [mx.float32, mx.float16, mx.bfloat16]
 HALF_ULP = {mx.float32: 2e-7, mx.float16: 2**-11, mx.bfloat16: 2**-8}
-KS = [1, 31, 32, 33, 63, 64, 65, 255, 257, 896, 1000]
-NS = [8, 31, 32, 33, 63, 64, 65, 255, 257]
+SIZES = [1, 31, 32, 33, 63, 64, 65, 255, 257, 896, 1000, 4864, 6761]
+MOST_ROWS = 257  # of a GEMV: far more than it is used for
 KERNELS = [INT8_GEMV, INT8_GEMV_INT8, INT8_GEMM, INT8_DEQUANTIZE]
 
 
@@ -88,10 +88,12 @@ def check(y, x, weight, scale, bias=None, activation=None, times=None, residual=
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_gemv_sizes(dtype):
-    for i, (n, k) in enumerate([(33, k) for k in KS] + [(n, 65) for n in NS] + [(n, 64) for n in NS] + [(1, 896), (1, 31)]):
-        rows = (1, 3)[i % 2]
+    """Every size as K, as N (whole and broken steps of K) and as rows, in all schedules."""
+    shapes = [(3, 9, k) for k in SIZES] + [(3, n, 8 + n % 2) for n in SIZES] + [(m, 3, 8) for m in SIZES if m <= MOST_ROWS]
+    for rows, n, k in shapes:
         x, w, s, b, *_ = data(rows, n, k, dtype)
-        check(run(INT8_GEMV, gemv(x, w, s, b, (rows, 2, 1))), x, w, s, b)
+        m = min(3, rows) if rows <= 3 else 8
+        check(run(INT8_GEMV, gemv(x, w, s, b, (m, 2, 1)), mslemu.SCHEDULES), x, w, s, b)
 
 
 @pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 6, 7, 8, 11, 20])
@@ -157,20 +159,24 @@ def test_few_elements(dtype):
     for rows, n, k in ((1, 1, 8), (1, 2, 4), (1, 5, 7), (3, 9, 1), (1, 8, 1), (2, 3, 3)):
         x, w, s, b, times, residual = data(rows, n, k, dtype)
         tile = mx.float16 if dtype == mx.float16 else mx.float32
-        check(run(INT8_GEMV, gemv(x, w, s, b, (rows, 2, 1), None, times, residual)), x, w, s, b, None, times, residual)
-        check(run(INT8_GEMM, gemm(x, w, s, b, tile)), x, w, s, b)
+        y = run(INT8_GEMV, gemv(x, w, s, b, (rows, 2, 1), None, times, residual), mslemu.SCHEDULES)
+        check(y, x, w, s, b, None, times, residual)
+        check(run(INT8_GEMM, gemm(x, w, s, b, tile), mslemu.SCHEDULES), x, w, s, b)
 
 
-def test_strided_inputs():
-    x, w, s, b, times, residual = data(3, 33, 65)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_strided_inputs(dtype):
+    x, w, s, b, times, residual = data(3, 33, 65, dtype)
+    tile = mx.float16 if dtype == mx.float16 else mx.float32
     turn = lambda a: mx.contiguous(mx.swapaxes(a, 0, 1)).swapaxes(0, 1)  # noqa: E731  (the same values, columns first)
     every = lambda a: mx.stack([a, a], axis=-1).reshape(*a.shape[:-1], -1)[..., ::2]  # noqa: E731
     y = run(INT8_GEMV, gemv(x, w, s, b, (3, 2, 1), None, times, residual))
-    z = run(INT8_GEMV, gemv(every(x), turn(w), every(s), every(b), (3, 2, 1), None, turn(times), every(residual)))
-    assert np.array_equal(np.array(y), np.array(z))
-    assert np.array_equal(
-        np.array(run(INT8_GEMM, gemm(x, w, s, b, mx.float32))), np.array(run(INT8_GEMM, gemm(turn(x), every(w), s, b, mx.float32)))
-    )
+    call = gemv(every(x), turn(w), every(s), every(b), (3, 2, 1), None, turn(times), every(residual))
+    assert np.array_equal(bits(y), bits(run(INT8_GEMV, call, mslemu.SCHEDULES)))
+    y = run(INT8_GEMM, gemm(x, w, s, b, tile))
+    assert np.array_equal(bits(y), bits(run(INT8_GEMM, gemm(turn(x), every(w), s, b, tile), mslemu.SCHEDULES)))
+    y = run(INT8_DEQUANTIZE, dequantize(w, s, dtype))
+    assert np.array_equal(bits(y), bits(run(INT8_DEQUANTIZE, dequantize(turn(w), every(s), dtype), mslemu.SCHEDULES)))
 
 
 # The tiled product and the dequantised weight
@@ -178,11 +184,12 @@ def test_strided_inputs():
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_gemm_sizes(dtype):
+    """Every size as K, as N and as rows, in all schedules."""
     tile = mx.float16 if dtype == mx.float16 else mx.float32
-    sizes = [(9, 33, k) for k in KS[:-2]] + [(33, n, 33) for n in (1, *NS[:-2])] + [(m, 31, 64) for m in (1, 31, 32, 63, 64, 65)]
-    for rows, n, k in [*sizes, (33, 33, 896), (9, 257, 36), (257, 9, 36)]:
+    shapes = [(9, 3, k) for k in SIZES] + [(3, n, 8) for n in SIZES] + [(m, 3, 8) for m in SIZES] + [(33, 33, 896), (65, 33, 36)]
+    for rows, n, k in shapes:
         x, w, s, b, *_ = data(rows, n, k, dtype)
-        check(run(INT8_GEMM, gemm(x, w, s, b, tile)), x, w, s, b)
+        check(run(INT8_GEMM, gemm(x, w, s, b, tile), mslemu.SCHEDULES), x, w, s, b)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -195,7 +202,7 @@ def test_gemm_in_all_schedules(dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_dequantize(dtype):
-    for n, k in [(3, k) for k in KS] + [(65, 33), (1, 8)]:
+    for n, k in [(9, k) for k in SIZES] + [(n, 9) for n in SIZES]:
         _, w, s, *_ = data(1, n, k)
         y = run(INT8_DEQUANTIZE, dequantize(w, s, dtype), mslemu.SCHEDULES)
         assert np.array_equal(bits(y), bits((w.astype(mx.float32) * s[:, None]).astype(dtype)))
@@ -226,10 +233,12 @@ def same(kernel_result, *args):
 
 
 def test_int8_by_int8_sizes():
-    for i, (n, k) in enumerate([(33, k) for k in KS if k > 1] + [(n, 65) for n in NS] + [(n, 64) for n in NS] + [(1, 896), (1, 8)]):
-        x, w, xs, s, b = integers((1, 3)[i % 2], n, k)
-        if x.size >= 8:
-            same(run(INT8_GEMV_INT8, gemv_int8(x, xs, w, s, b, (len(xs), 2, 1))), x, w, xs, s, b)
+    """Every size as K, as N and as rows, in all schedules."""
+    shapes = [(8, 9, k) for k in SIZES] + [(3, n, 8 + n % 2) for n in SIZES] + [(m, 3, 8) for m in SIZES if m <= MOST_ROWS]
+    for rows, n, k in shapes:
+        x, w, xs, s, b = integers(rows, n, k)
+        m = min(3, rows) if rows <= 3 else 8
+        same(run(INT8_GEMV_INT8, gemv_int8(x, xs, w, s, b, (m, 2, 1)), mslemu.SCHEDULES), x, w, xs, s, b)
 
 
 @pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 6, 7, 8, 11, 20])
@@ -422,12 +431,61 @@ def test_the_way_on_cuda(on_a_mac, monkeypatch, dtype, rows, name):
     assert np.abs(numbers(y) - numbers(want)).max() < 2**-6 * np.abs(numbers(want)).max()
 
 
+def test_the_table_decides(on_a_mac, monkeypatch):
+    """Rows and K choose; the call may say otherwise; the affine copy counts where nothing but a bias follows."""
+    table = [(1, 36, "gemv"), (2, 64, "gemm"), (8, module.ANY, "affine"), (4, module.ANY, "gemm")]
+    monkeypatch.setitem(module.BREAK_EVEN["metal"], "float32", table)
+    took = []
+    monkeypatch.setattr(module, "_run", lambda way, *a: took.append(way) or mx.zeros((a[1].shape[0], a[2].shape[0])))
+    monkeypatch.setattr(module, "_affine", lambda *a: took.append("affine"))
+    monkeypatch.setattr(_dispatch, "usable", lambda *a: True)
+
+    def way(rows, k, function=int8_matmul, **how):
+        took.clear()
+        function(*data(rows, 33, k)[:4], **how)
+        return took[0]
+
+    copy = module.repack(*data(1, 33, 64)[1:3], mx.float32)
+    assert way(1, 36) == "gemv" and way(1, 64) == way(2, 36) == "gemm" and way(2, 65) == "gemm" and way(5, 65) == "dequantize"
+    assert way(1, 64, affine=copy) == "gemm" and way(3, 64, affine=copy) == "affine" == way(8, 64, affine=copy)
+    assert way(3, 64, int8_linear, affine=copy, activation="silu") == "gemm" and way(3, 64) == "gemm"
+    assert way(3, 64, affine=module.repack(*data(1, 33, 64)[1:3], mx.bfloat16)) == "gemm"  # of another dtype
+    assert way(1, 36, way="dequantize") == "dequantize" and way(1, 64, affine=copy, way="affine") == "affine"
+    for platform in module.BREAK_EVEN.values():
+        assert set(platform) == {"float32", "half", "int8"}
+        assert all(w in ("affine", *module.WAYS) for entries in platform.values() for _, _, w in entries)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_affine_copy(on_a_mac, dtype):
+    """Not one weight differs but by the rounding of its scale: the same bytes with their sign bit turned."""
+    x, w, s, b, times, residual = data(3, 33, 128, dtype)
+    copy = module.repack(w, s, dtype)
+    packed, scales, biases = np.array(copy[0].view(mx.uint8)), *(np.repeat(numbers(a), 64, axis=1) for a in copy[1:])
+    assert np.array_equal(packed * scales + biases, np.array(w) * numbers(s.astype(dtype))[:, None])
+    assert np.array_equal(packed, np.array(w).astype(np.int16) + 128)
+    for how in ({}, {"activation": "silu", "times": times, "residual": residual}):
+        y = int8_linear(x, w, s, b, affine=copy, way="affine", **how)
+        want = module.linear_reference(x, w, s, b, **how)
+        assert y.dtype == dtype and np.abs(numbers(y) - numbers(want)).max() < 8 * HALF_ULP[dtype] * np.abs(numbers(want)).max()
+    assert not _trust.outcomes()
+    with use_kernels("0"):
+        assert mx.array_equal(int8_matmul(x, w, s, b, affine=copy, way="affine"), module.linear_reference(x, w, s, b)).item()
+
+
+def test_no_affine_copy():
+    _, w, s, *_ = data(1, 9, 64)
+    assert module.repack(w[:, :63], s, mx.float32) is None
+    assert module.repack(w, s * 2.0**-15, mx.float16) is None and module.repack(w, s * 2.0**-15, mx.bfloat16)
+
+
 def test_refusals():
     x, w, s, b, times, residual = data(2, 9, 8)
     for error, words, kw in (
         (ValueError, "no activation 'relu'", {"activation": "relu"}),
         (ValueError, "times must be", {"times": times.astype(mx.float16)}),
         (ValueError, "residual must be", {"residual": residual[:, :8]}),
+        (ValueError, "no way 'fast'", {"way": "fast"}),
     ):
         with pytest.raises(error, match=words):
             int8_linear(x, w, s, b, **kw)

@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mlx_cosyh3 import sampling
 from mlx_cosyh3.errors import CosyH3Error
 from mlx_cosyh3.sampling import StopText, candidates, check_options, next_keys, penalize, row_keys, sample
 
@@ -103,6 +104,31 @@ def test_ties_never_widen_top_k(k):
     keys = row_keys(0, 400)
     drawn = sample(mx.broadcast_to(x, (400, 8)), keys, temperature=1.0, top_k=k)
     assert len(set(drawn.tolist())) == k
+
+
+def test_of_equals_at_the_last_place_the_lowest_ids_stay():
+    x = mx.array([[1.0, 2.0, 1.0, 1.0, 3.0, 1.0], [5.0] * 6])
+    ids, scores = candidates(x, temperature=0.5, top_k=4, top_p=1.0, min_p=0.0)
+    assert ids.tolist() == [[4, 1, 0, 2], [0, 1, 2, 3]] and scores[0].tolist() == [0, -2, -4, -4]
+
+
+@pytest.mark.parametrize("top_p", [1.0, 0.8])
+def test_top_k_is_the_only_look_at_the_vocabulary(monkeypatch, top_p):
+    """Nothing else sorts or partitions, and what follows has k columns."""
+    x = 3 * mx.random.normal((2, 5000), key=mx.random.key(6))
+    o = dict(temperature=0.9, top_k=40, top_p=top_p, min_p=0.01)
+    keys = row_keys(3, 2)
+    want, calls = sample(x, keys, **o).tolist(), []
+
+    def largest(logits, k):
+        calls.append(k)
+        ids = np.argsort(-np.array(logits), axis=-1, kind="stable")[:, :k]
+        return mx.array(np.take_along_axis(np.array(logits), ids, -1)), mx.array(ids.astype(np.int32))
+
+    monkeypatch.setattr(sampling, "largest", largest)
+    for name in ("sort", "argsort", "partition", "argpartition"):
+        monkeypatch.setattr(mx, name, lambda *a, **k: pytest.fail("sorted"))
+    assert sample(x, keys, **o).tolist() == want and calls == [40]
 
 
 def test_ties_are_cut_by_top_p_to_the_smallest_set():

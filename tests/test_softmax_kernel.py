@@ -8,18 +8,19 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlx_cosyh3.kernels import _dispatch, softmax
+from mlx_cosyh3.kernels import _dispatch, softmax, softmax_rows, use_kernels
+from mlx_cosyh3.kernels._gpu import GpuKernel
 
 from . import mslemu
 
 module = importlib.import_module("mlx_cosyh3.kernels.softmax")  # the package's `softmax` is the function
 topk = importlib.import_module("mlx_cosyh3.kernels.top_k")
 softmax_lse, argmax_lse, top_k = module.softmax_lse, module.argmax_lse, topk.top_k
-KERNELS = [k for m in (module, topk) for k in vars(m).values() if isinstance(k, module.GpuKernel)]
+KERNELS = [k for m in (softmax_rows, topk) for k in vars(m).values() if isinstance(k, GpuKernel)]
 DTYPES = [mx.float32, mx.float16, mx.bfloat16]
 ROUNDING = {mx.float32: 2.0**-24, mx.float16: 2.0**-11, mx.bfloat16: 2.0**-8}
 SMALLEST = {mx.float32: 1e-37, mx.float16: 2.0**-24, mx.bfloat16: 1e-37}
-SIZES = [1, 31, 32, 33, 63, 64, 65, 128, 129, 255, 257, 896, 1000, 2048, 4864, 6761, 8192, 8193]
+SIZES = [1, 31, 32, 33, 63, 64, 65, 255, 257, 896, 1000, 4864, 6761]
 needs_emulator = pytest.mark.skipif(bool(mslemu.missing()), reason=f"Metal emulator: {mslemu.missing()}")
 
 
@@ -86,31 +87,71 @@ def draw(shape, dtype=mx.float32, seed=0, spread=4):
     return mx.array((spread * r.standard_normal(shape)).astype(np.float32)).astype(dtype)
 
 
+def layouts(rows, n, dtype):
+    """The same numbers as they come, with rows further apart and not aligned, and column by column."""
+    x = draw((rows, n), dtype, spread=5)
+    wide = mx.zeros((2 * rows, n + 3), dtype=dtype)
+    wide[::2, 1 : n + 1] = x
+    yield from (x, wide[::2, 1 : n + 1], mx.contiguous(x.T).T)
+
+
+def all_routes(n):
+    """Every kernel that can take rows of this length, also where another one would be chosen."""
+    r = softmax_rows
+    yield from (r.Route(r._lanes, (), v, False, 0) for v in (1, 4, 8) if n <= 32 * v)
+    yield from (r.Route(r._row, (), v, False, 0) for v in (4, 8) if n <= 1024 * v)
+    yield from (r.Route(f, (), 8, f in (r._argmax, r._argmax_parts), 0) for f in (r._loop, r._parts, r._argmax, r._argmax_parts))
+
+
 @needs_emulator
-@pytest.mark.parametrize("n", SIZES)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_sizes(emulated, n, dtype):
-    with mslemu.settings(**mslemu.SCHEDULES[n % 3]):
-        check(draw((3, n), dtype))
+def test_every_kernel_at_every_size(emulated, dtype):
+    """All sizes and schedules: right, and the same bits whatever the schedule. Other layouts, too: in all schedules for
+    the kernel that is used at this size, in one or another for the rest."""
+    for n in SIZES:
+        want = None
+        for i, x in enumerate(layouts(8 if n == 1 else 2, n, dtype)):
+            want = want or (*exact(x), to64(x).argmax(-1))
+            used = [to(len(x), n) for to in (softmax_rows.route, softmax_rows.argmax_route)]
+            for to in all_routes(n):
+                results = []
+                every = i == 0 or (to.launch, to.values) in [u[:3:2] for u in used]
+                for schedule in mslemu.SCHEDULES if every else mslemu.SCHEDULES[(i + n) % 3 :][:1]:
+                    with mslemu.settings(**schedule):
+                        results.append(to.launch(softmax_rows.task_of(x, None, 1.0, None), to.values, None))
+                y, lse = results[0]
+                if to.best:
+                    assert np.array_equal(y, want[2])
+                else:
+                    assert np.allclose(to64(y), want[0], rtol=ROUNDING[dtype] + 3e-5, atol=SMALLEST[dtype])
+                assert np.allclose(to64(lse), want[1], rtol=1e-6, atol=2e-6)
+                assert all(mx.array_equal(u, v).item() for other in results[1:] for u, v in zip(results[0], other))
+    assert names(emulated) == {k.name for k in KERNELS} - {"top_k"}
+
+
+@needs_emulator
+@pytest.mark.parametrize("n", [1, 32, 33, 128, 129, 256, 257, 2048, 2049, 8192, 8193])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_kernel_follows_the_size(emulated, n, dtype):
+    check(draw((3, n), dtype))
     kernel = {"softmax_lanes"} if n <= 256 else {"softmax_row"} if n <= 8192 else {"softmax_part", "softmax_spread"}
     assert names(emulated) == kernel
 
 
 @needs_emulator
-@pytest.mark.parametrize("n", [7, 33, 255, 1000, 4864, 10239])  # 10239: the last part is empty if vectors start early
 @pytest.mark.parametrize("kind", [mx.bool_, mx.float32, mx.float16, mx.bfloat16])
-def test_masks(emulated, n, kind):
-    """One for all rows, one a batch, one a row: broadcast without a copy."""
-    x = draw((2, 2, n), mx.float32 if kind == mx.bool_ else kind)
-    for shape in ((n,), (2, 1, n), (2, 2, n)):
-        mask = draw(shape, seed=1)
-        mask = mask > -2 if kind == mx.bool_ else mask.astype(kind)
-        check(x, scale=0.125, mask=mx.broadcast_to(mask, x.shape))
-        if shape == (n,):
-            y = softmax(x, scale=0.125, mask=mask)
-            assert mx.array_equal(y, softmax(x, scale=0.125, mask=mx.broadcast_to(mask, x.shape))).item()
-        if n > 1000:
-            break
+def test_masks(emulated, kind):
+    """One for all rows, one a batch, one a row: broadcast without a copy; at every size, in all schedules."""
+    for n in (*SIZES, 7, 10239):  # 10239: the last part is empty if vectors start early
+        x = draw((2, 2, n), mx.float32 if kind == mx.bool_ else kind)
+        shapes = [(n,), (2, 1, n), (2, 2, n)]
+        for i, schedule in enumerate(mslemu.SCHEDULES):
+            mask = draw(shapes[(i + n) % 3], seed=1)
+            mask = mask > -2 if kind == mx.bool_ else mask.astype(kind)
+            with mslemu.settings(**schedule):
+                check(x, scale=0.125, mask=mx.broadcast_to(mask, x.shape))
+    y = softmax(x, scale=0.125, mask=mask)
+    assert mx.array_equal(y, softmax(x, scale=0.125, mask=mx.broadcast_to(mask, x.shape))).item()
 
 
 @needs_emulator
@@ -130,7 +171,7 @@ def test_schedules_and_rounding(emulated, sweep, noise):
 @needs_emulator
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_loop_for_many_long_rows(emulated, monkeypatch, dtype):
-    monkeypatch.setattr(module, "FEW_ROWS", 1)
+    monkeypatch.setattr(softmax_rows, "FEW_ROWS", 1)
     for schedule in mslemu.SCHEDULES:
         with mslemu.settings(**schedule):
             check(draw((2, 9001), dtype))
@@ -171,7 +212,7 @@ def test_vectors_that_begin_before_the_row(emulated, monkeypatch, head):
         x = mx.round(draw((2, n)))
         assert np.array_equal(argmax_lse(x)[0], np.array(x).argmax(-1))
     check(draw((2, 1001)), mask=draw((2, 1001), seed=1) > 0)
-    monkeypatch.setattr(module, "FEW_ROWS", 0)
+    monkeypatch.setattr(softmax_rows, "FEW_ROWS", 0)
     for n in (8193, 12287, 12290):
         check(draw((2, n)))
         assert np.array_equal(argmax_lse(draw((2, n)))[0], np.array(draw((2, n))).argmax(-1))
@@ -196,18 +237,23 @@ def test_any_strides(emulated, n):
 
 
 @needs_emulator
-@pytest.mark.parametrize("shape", [(1,), (7,), (2, 3), (1, 1), (3, 2, 1), (1, 5)])
-def test_fewer_than_eight_elements(emulated, shape):
-    """Metal passes those in another address space."""
-    x = draw(shape)
-    check(x)
-    check(x, mask=draw(shape, seed=1))
-    check(x, mask=draw(shape, seed=1) > 0)
-    ids, lse = argmax_lse(x)
-    assert np.array_equal(ids, np.array(x).argmax(-1))
-    assert ids.dtype == mx.int32 and ids.shape == lse.shape == shape[:-1]
-    check_top_k(x, 1)
-    check_top_k(x, shape[-1])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("schedule", mslemu.SCHEDULES, ids=lambda s: s["order"])
+def test_fewer_than_eight_elements(emulated, dtype, schedule):
+    """Metal passes those in another address space. (Kernels for long rows meet that only in what parts hand on.)"""
+    with mslemu.settings(**schedule):
+        for shape in ((1,), (7,), (2, 3), (1, 1), (3, 2, 1), (1, 5)):
+            x = draw(shape, dtype)
+            check(x)
+            check(x, mask=draw(shape, dtype, seed=1))
+            check(x, mask=draw(shape, seed=1) > 0)
+            ids, lse = argmax_lse(x)
+            assert np.array_equal(ids, to64(x).argmax(-1))
+            assert ids.dtype == mx.int32 and ids.shape == lse.shape == shape[:-1]
+            check_top_k(x, 1)
+            check_top_k(x, shape[-1])
+        x = draw((1, 2300), dtype)  # two parts: 4 numbers and 2 places
+        assert np.array_equal(argmax_lse(x)[0], to64(x).argmax(-1))
 
 
 @needs_emulator
@@ -242,28 +288,33 @@ def check_top_k(x, k):
 
 
 @needs_emulator
-@pytest.mark.parametrize("n, k", [(1, 1), (31, 31), (64, 5), (100, 100), (300, 64), (1000, 128), (2048, 1),
-                                  (2049, 128), (4864, 50), (6761, 25)])  # fmt: skip
+@pytest.mark.parametrize("n, k", [*((n, min(n, 50)) for n in SIZES), (31, 5), (100, 100), (300, 64), (1000, 128), (2048, 1), (2049, 128)])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_top_k(emulated, n, k, dtype):
     """Full of equal values; rows of -inf and of NaN, and with fewer than k numbers."""
-    x = mx.round(draw((5, n), dtype, spread=3))
-    row, column = mx.arange(5)[:, None], mx.arange(n)
+    x = mx.round(draw((8, n), dtype, spread=3))
+    row, column = mx.arange(8)[:, None], mx.arange(n)
     x = mx.where(row == 1, -mx.inf, x)
     x = mx.where((row == 2) & (column % 7 == 3), mx.nan, x)
     x = mx.where((row == 3) & (column % 211 != 2), mx.nan, x)
     x = mx.where((row == 4) & (column % 2 == 1), -0.0, mx.where(row == 4, 0.0, x)).astype(dtype)
-    with mslemu.settings(**mslemu.SCHEDULES[n % 3]):
-        check_top_k(x, k)
-        check_top_k(x[::2, : max(k, n - 1)], k)
+    x = x if n == 1 else x[:5]
+    wide = mx.zeros((5, n + 2), dtype=dtype)
+    wide[:, 1 : n + 1] = x[:5]
+    for schedule in mslemu.SCHEDULES:
+        with mslemu.settings(**schedule):
+            check_top_k(x, k)
+            if n > 1:
+                check_top_k(wide[1::2, 1 : n + 1], k)
+                check_top_k(mx.contiguous(x.T).T, k)
     assert names(emulated) == {"top_k"}
 
 
 @needs_emulator
 def test_surplus_threads_do_nothing(emulated, monkeypatch):
     """CUDA starts whole threadgroups: 3 rows are 96 of 256 threads."""
-    run = module.LANES_KERNEL._made
-    monkeypatch.setattr(module.LANES_KERNEL, "_made", lambda *, grid, **call: run(grid=(256, 1, 1), **call))
+    run = softmax_rows.LANES_KERNEL._made
+    monkeypatch.setattr(softmax_rows.LANES_KERNEL, "_made", lambda *, grid, **call: run(grid=(256, 1, 1), **call))
     check(draw((3, 40)))
 
 
@@ -317,12 +368,12 @@ def test_bytes_moved(emulated, n, reads):
 @pytest.mark.parametrize("mask", [None, mx.bool_, mx.bfloat16])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_selftests_pass(emulated, dtype, mask):
-    for route in (*(module._route(3, n) for n in (8, 100, 200, 1000)), module._argmax_route(3, 1000)):
+    for route in (*(softmax_rows.route(3, n) for n in (8, 100, 200, 1000)), softmax_rows.argmax_route(3, 1000)):
         assert module._selftest(route, dtype, mask) < 1
     if mask is None:
         for rows, n in ((3, 5000), (3, 9000), (999, 9000)):
-            assert module._selftest(module._route(rows, n), dtype, None) < 1
-        assert module._selftest(module._argmax_route(3, 9000), dtype, None) < 1
+            assert module._selftest(softmax_rows.route(rows, n), dtype, None) < 1
+        assert module._selftest(softmax_rows.argmax_route(3, 9000), dtype, None) < 1
         assert topk._selftest(dtype, False) == topk._selftest(dtype, True) == 0
 
 
@@ -334,11 +385,11 @@ def test_selftests_pass(emulated, dtype, mask):
     (9000, "PART_KERNEL", "sums[lane] : 0.0f", "sums[0] : 0.0f"),
 ])  # fmt: skip
 def test_selftest_finds_a_wrong_kernel(emulated, monkeypatch, n, kernel, right, wrong):
-    arguments = getattr(module, kernel).metal_arguments()
+    arguments = getattr(softmax_rows, kernel).metal_arguments()
     assert right in arguments["source"]
     broken = mslemu.metal_kernel(**arguments | {"source": arguments["source"].replace(right, wrong)})
-    monkeypatch.setattr(getattr(module, kernel), "_made", broken)
-    assert not module._selftest(module._route(3, n), mx.float32, None) < 1
+    monkeypatch.setattr(getattr(softmax_rows, kernel), "_made", broken)
+    assert not module._selftest(softmax_rows.route(3, n), mx.float32, None) < 1
 
 
 def test_every_variant_asks_first(monkeypatch):
@@ -364,6 +415,51 @@ def test_every_variant_asks_first(monkeypatch):
         ("softmax_argmax", "softmax", (mx.float32, None, 8, True)),
         ("top_k", "softmax", (mx.float32, True)),
     ]
+
+
+def test_the_faster_way_is_chosen(monkeypatch):
+    """On a GPU by the table of its back end, unless the call says which way or the kernels are off."""
+    ran, softmax_of, builtin = [], module.softmax_lse, module.builtin
+    monkeypatch.setattr(module, "softmax_lse", lambda *a, **k: ran.append("kernel") or softmax_of(*a, **k))
+    monkeypatch.setattr(module, "builtin", lambda *a, **k: ran.append("builtin") or builtin(*a, **k))
+    monkeypatch.setattr(_dispatch, "on_gpu", lambda stream=None: True)
+    monkeypatch.setattr(_dispatch, "usable", lambda *_: False)
+    monkeypatch.setattr(_dispatch, "_environment", None)
+    monkeypatch.delenv(_dispatch.VARIABLE, raising=False)
+
+    def way(*args, **how):
+        ran.clear()
+        softmax(*args, **how)
+        return ran[0]
+
+    x, mask = draw((2, 3)), mx.ones((3,), dtype=mx.bool_)
+    tables = {"plain": [(6, "builtin")], "masked": [(3, "builtin")]}
+    monkeypatch.setitem(module.CHOICE, "metal" if mx.metal.is_available() else "cuda", tables)
+    assert way(x) == "builtin" and way(draw((1, 7))) == "kernel"
+    assert way(x, mask=mask) == way(x, scale=2.0) == "kernel" and way(x[:1], mask=mask) == "builtin"
+    assert way(x, way="kernel") == "kernel" and way(draw((1, 7)), way="builtin") == "builtin"
+    with use_kernels("h3_step"):
+        assert way(x) == "kernel"  # that is: the reference
+    monkeypatch.setattr(_dispatch, "on_gpu", lambda stream=None: False)
+    assert way(x) == "kernel"
+    assert set(module.CHOICE) == {"metal", "cuda"} and all(set(c) == {"plain", "masked"} for c in module.CHOICE.values())
+    with pytest.raises(ValueError, match="no way 'fast'"):
+        softmax(x, way="fast")
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_builtin_way_gives_the_same(dtype):
+    x = np.array(draw((5, 40)))
+    x[1], x[2, 20], x[3, 3:] = -np.inf, np.nan, -np.inf
+    x = mx.array(x).astype(dtype)
+    mask = mx.arange(40) > 3
+    for how in ({}, {"mask": mask}, {"mask": draw((40,), dtype, seed=1), "scale": 0.5}, {"scale": -2.0}, {"axis": 0}):
+        y, want = softmax(x, way="builtin", **how), module.reference(x, **how)[0]
+        assert y.dtype == dtype
+        want = mx.where(mx.isnan(want) & (y == 0), 0, want)  # columns of -inf in a row with a NaN stay 0
+        assert np.allclose(to64(y), to64(want), rtol=2 * ROUNDING[dtype] + 1e-5, atol=SMALLEST[dtype], equal_nan=True)
+    assert not to64(softmax(x, way="builtin", mask=mx.zeros((40,), dtype=mx.bool_))[0]).any()
+    assert np.array(softmax(mx.zeros((2, 0)), way="builtin")).shape == (2, 0)
 
 
 def test_on_a_cpu_the_reference_runs(monkeypatch):

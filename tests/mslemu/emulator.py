@@ -9,6 +9,7 @@ Constructor and call take what MLX's own take. A finding raises MslError. How ke
 import contextlib
 import contextvars
 import ctypes
+import functools
 import re
 import threading
 from dataclasses import dataclass, field, replace
@@ -416,6 +417,7 @@ def _run(path, cfg, grid, threadgroup, buffers, finer):
     return dispatch, found, hits
 
 
+@functools.lru_cache
 def image_of(path):
     """Where a loaded shared object lies in memory."""
     spans = [line.split()[0].split("-") for line in open("/proc/self/maps") if line.rstrip().endswith(str(path))]
