@@ -1,8 +1,16 @@
 """1-D convolutions over [B, T, C], in the form that is fast on the device at hand.
 
 MLX's CPU back end computes dilated, grouped and transposed convolutions with naive loops, and plain ones with a BLAS
-call that copies its input K times. A sum of K shifted matrix products is 2 to 60 times faster there, and equal to
-rounding. On a GPU the built-in operations are used. Weights are MLX's: [out, K, in / groups].
+call that copies its input K times. A sum of K shifted matrix products, each added by the BLAS call itself, is 2 to 60
+times faster there, and equal to rounding. On a GPU the built-in operations are used. Weights are MLX's:
+[out, K, in / groups].
+
+One core of an EPYC 9004, OpenBLAS, ms and MB of scratch, 1 s of audio in a full-size vocoder:
+                                 products, added   products + sums   im2col, 1 product   mx.conv1d   stock BLAS: these 4
+    256 -> 256 k11 d5   T  400      6.7    3.2        9.3    6.8        6.1    4.3       (naive)     113  112  290    -
+    128 -> 128 k11 d1   T 2000      8.0    1.7       10.0   11.9       12.2   12.2       12.0        120  145  370  307
+     64 ->  64 k11 d5   T 6000      7.0    1.7        9.8   16.9       11.9   18.3       (naive)      90   91  278    -
+     18 -> 256 k30 s15  T 6000      2.4    1.0        4.2    6.7        1.4    1.3        1.5         33   38   60   60
 """
 
 import mlx.core as mx
@@ -41,13 +49,17 @@ def _shifted_products(x, weight, stride, dilation, groups):
     if groups == C == O:  # depthwise: no products worth a BLAS call
         taps = (x[:, k * dilation :: stride][:, :length] * weight[:, k, 0] for k in range(K))
         return sum(taps)
-    x = x.reshape(B, T, groups, C // groups).transpose(0, 2, 1, 3)  # [B, G, T, C/G]
-    w = weight.reshape(groups, O // groups, K, C // groups).transpose(2, 0, 3, 1)  # [K, G, C/G, O/G]
-    y = None
-    for k in range(K):
-        tap = x[:, :, k * dilation :: stride][:, :, :length] @ w[k]  # [B, G, T', O/G]
-        y = tap if y is None else y + tap
-    return y.transpose(0, 2, 1, 3).reshape(B, length, O)
+    if groups == 1:
+        tap = lambda k: (x[:, k * dilation :: stride][:, :length], weight[:, k].T)  # noqa: E731 [B, T', C], [C, O]
+    else:
+        x = x.reshape(B, T, groups, C // groups).transpose(0, 2, 1, 3)  # [B, G, T, C/G]
+        w = weight.reshape(groups, O // groups, K, C // groups).transpose(2, 0, 3, 1)  # [K, G, C/G, O/G]
+        tap = lambda k: (x[:, :, k * dilation :: stride][:, :, :length], w[k])  # noqa: E731
+    a, b = tap(0)
+    y = a @ b
+    for k in range(1, K):
+        y = mx.addmm(y, *tap(k))
+    return y if groups == 1 else y.transpose(0, 2, 1, 3).reshape(B, length, O)
 
 
 def _overlap_add(x, weight, stride):
@@ -72,6 +84,10 @@ class Conv1d(nn.Module):
         if bias:
             self.bias = mx.zeros((out_dims,))
         self._how = {"stride": stride, "dilation": dilation, "groups": groups, "padding": padding}
+
+    @property
+    def stride(self):
+        return self._how["stride"]
 
     @property
     def context(self):

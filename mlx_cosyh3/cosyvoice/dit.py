@@ -69,17 +69,15 @@ class Block(nn.Module):
 
     def attention(self, x, mask, cache):
         B, T, _ = x.shape
-        q, k, v = (f(x).reshape(B, T, self._heads, -1).swapaxes(1, 2) for f in (self.to_q, self.to_k, self.to_v))
         start = 0 if cache is None else cache.offset
-        q, k = self.turn_first_head(q, start), self.turn_first_head(k, start)
+        # As upstream: before the split into heads, so that only the first one turns.
+        turn = lambda a: mx.fast.rope(a, self._dim_head, traditional=True, base=ROTARY_BASE, scale=1.0, offset=start)  # noqa: E731
+        q, k, v = turn(self.to_q(x)), turn(self.to_k(x)), self.to_v(x)  # [B, T, H 64]
+        q, k, v = (a.reshape(B, T, self._heads, -1).swapaxes(1, 2) for a in (q, k, v))
         if cache is not None:
             k, v = cache.append(k, v)
         y = mx.fast.scaled_dot_product_attention(q, k, v, scale=self._dim_head**-0.5, mask=mask)  # [B, H, T, 64]
         return self.to_out(y.swapaxes(1, 2).reshape(B, T, -1))
-
-    def turn_first_head(self, x, start):
-        first = mx.fast.rope(x[:, :1], self._dim_head, traditional=True, base=ROTARY_BASE, scale=1.0, offset=start)
-        return first if self._heads == 1 else mx.concatenate([first, x[:, 1:]], axis=1)
 
 
 class DiT(nn.Module):

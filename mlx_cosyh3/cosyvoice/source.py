@@ -1,0 +1,117 @@
+"""The harmonic source of HiFT: sines at the pitch and its multiples, with noise, mixed to one wave.
+
+Neural source filter (Wang et al., 2019) as upstream's `hifigan/generator.py` has it: SineGen of CosyVoice 1, whose
+phase is summed sample by sample; SineGen2 of CosyVoice 2 and 3, whose phase is summed frame by frame, and between
+frames goes in a line (2) or not at all (3). Kept, as the networks were trained with it: CosyVoice 3's noise is uniform
+in [0, 1) and the same for every utterance, and SineGen2's random initial phases have no effect.
+
+Phases of 1e5 rad are common. Upstream sums turns in double, and rounds the sum, and each product after it, to fp32; we
+round alike, and take the sine in float64, on the CPU stream, since a GPU's sine is poor for large arguments.
+"""
+
+import math
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from mlx_cosyh3.cosyvoice import noise
+
+
+class Source(nn.Module):
+    """What the versions share."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.l_linear = nn.Linear(config.nb_harmonics + 1, 1)
+        self._config = config
+
+    def levels(self, f0):
+        """f0 in Hz -> (1 where voiced, amplitude of the noise), of the same shape."""
+        c = self._config
+        voiced = (f0 > c.nsf_voiced_threshold).astype(mx.float32)
+        return voiced, voiced * c.nsf_sigma + (1 - voiced) * (c.nsf_alpha / 3)
+
+    def steps(self, f0):
+        """f0 [B, n] -> turns per sample of each harmonic, [B, n, harmonics]."""
+        harmonics = mx.arange(1, self._config.nb_harmonics + 2, dtype=mx.float32)
+        return f0[:, :, None] * harmonics / self._config.sampling_rate
+
+    def mix(self, waves):
+        """[B, N, harmonics] -> [B, N] in -1 .. 1, in fp32 whatever the weights are."""
+        weight, bias = self.l_linear.weight.astype(mx.float32), self.l_linear.bias.astype(mx.float32)
+        return mx.tanh(waves @ weight.T + bias)[..., 0]
+
+
+def sum_turns(step, before=None):
+    """Running sums of `step` [B, n, H] in float64, from `before` [B, 1, H] on."""
+    before = mx.zeros_like(step[:, :1]).astype(mx.float64) if before is None else before
+    return mx.cumsum(mx.concatenate([before, step.astype(mx.float64)], axis=1), axis=1)[:, 1:]
+
+
+def sine(phase):
+    return mx.sin(phase.astype(mx.float64)).astype(mx.float32)
+
+
+class CausalSource(Source):
+    """CosyVoice 3's: pitch per frame in, samples out, in chunks of any size."""
+
+    def __call__(self, f0, start, turns=None):
+        """f0 [B, n] in Hz, fp32; `start`: frames before these; `turns`: the phase there, as the last call gave it.
+
+        -> (source [B, n * hop], turns)"""
+        waves, turns = self.waves(f0, start, turns)
+        return self.mix(waves), turns
+
+    def waves(self, f0, start, turns=None):
+        """-> (sines with noise [B, n * hop, harmonics], turns)."""
+        n, hop = f0.shape[1], self._config.samples_per_frame
+        with mx.stream(mx.cpu):
+            total = sum_turns(self.steps(f0) % 1, turns)
+            sines = self._config.nsf_alpha * sine(total.astype(mx.float32) * 2 * math.pi * hop)  # [B, n, harmonics]
+            end = total[:, -1:]
+        voiced, level = self.levels(f0[:, :, None, None])
+        hiss = mx.array(noise.sine_noise(start * hop, (start + n) * hop)).reshape(1, n, hop, -1)
+        waves = sines[:, :, None] * voiced + level * hiss  # [B, n, hop, harmonics]
+        return waves.reshape(f0.shape[0], n * hop, -1), end
+
+
+class CentredSource(Source):
+    """That of CosyVoice 1 (22.05 kHz) and 2 (24 kHz; upstream, too, tells them by the rate): a whole chunk at once."""
+
+    @property
+    def by_sample(self):
+        return self._config.sampling_rate == 22050
+
+    def draw(self, batch, frames, key):
+        """The random numbers of `frames` frames: (normal noise [B, N, harmonics], phases [B, harmonics] in rad)."""
+        c = self._config
+        keys = mx.random.split(key)
+        normal = mx.random.normal((batch, frames * c.samples_per_frame, c.nb_harmonics + 1), key=keys[0])
+        phases = mx.random.uniform(-math.pi, math.pi, (batch, c.nb_harmonics + 1), key=keys[1])
+        return normal, phases
+
+    def __call__(self, f0, normal, phases):
+        """f0 [B, T] in Hz, fp32 -> source [B, N]. `phases` are those of the harmonics; the fundamental starts at 0,
+        and CosyVoice 2 has none."""
+        hop = self._config.samples_per_frame
+        with mx.stream(mx.cpu):
+            if self.by_sample:
+                total = sum_turns(self.steps(mx.repeat(f0, hop, axis=1))).astype(mx.float32)
+                offset = mx.concatenate([mx.zeros_like(phases[:, :1]), phases[:, 1:]], axis=1)
+                phase = 2 * math.pi * (total % 1) + offset[:, None]
+            else:
+                total = sum_turns(self.steps(f0) % 1).astype(mx.float32)
+                phase = _in_a_line(total * 2 * math.pi * hop, hop)
+            sines = self._config.nsf_alpha * sine(phase)  # [B, N, harmonics]
+        voiced, level = self.levels(mx.repeat(f0, hop, axis=1)[:, :, None])
+        return self.mix(sines * voiced + level * normal)
+
+
+def _in_a_line(x, rate):
+    """[B, T, C] -> [B, T * rate, C]: linear interpolation with the ends held, rounded to fp32 as torch does."""
+    T = x.shape[1]
+    position = mx.maximum((mx.arange(T * rate, dtype=mx.float32) + 0.5) * (1 / rate) - 0.5, 0)
+    below = mx.minimum(mx.floor(position), T - 1)
+    share = (position - below)[None, :, None]
+    below = below.astype(mx.int32)
+    return (1 - share) * x[:, below] + share * x[:, mx.minimum(below + 1, T - 1)]
