@@ -16,7 +16,7 @@ def command_line(source, out, options):
     """The command that makes this model again. Local folders are left out: they mean nothing to a reader."""
     words = ["mlx_cosyh3", "convert", "--model", source.name]
     for name, value in options.items():
-        if name == "tokenizer" and value not in (None, "none"):
+        if name in ("tokenizer", "campplus", "speech-tokenizer") and value not in (None, "none"):
             value = Path(value).resolve().name
         if value is not None:
             words += [f"--{name}", str(value)]
@@ -76,6 +76,61 @@ def model_card(source, report, vocabulary, hashes, options):
         "",
     ]
     return "\n".join(lines)
+
+
+def speech_card(source, report, hashes, options):
+    """README.md of a converted CosyVoice 3. `hashes`: [(file name, sha256)] of every file that went in."""
+    config = report.config
+    revision = f" at revision {source.revision}" if source.revision else ""
+    front = ["---", "library_name: mlx", "pipeline_tag: text-to-speech"]
+    front += [f"base_model: {source.repo}"] if source.repo else []
+    front += ["tags:", "- mlx", "- cosyvoice", "---"]
+    sizes = [f"| {part} | {n:,} | {_kept(part, config)} | {b:,} |" for part, (n, _, b) in report.sizes.items()]
+    say = f"mlx_cosyh3 say 'Good morning.' --model {report.out.name}"
+    voice = shlex.quote(report.voices[0]) if report.voices else "me.wav --voice-text 'what is said in it'"
+    lines = [
+        *front,
+        "",
+        f"# {report.out.name}",
+        "",
+        f"A CosyVoice 3 text-to-speech model, converted from `{source.name}`{revision} for "
+        f"[MLX](https://github.com/ml-explore/mlx) with mlx_cosyh3 {mlx_cosyh3.__version__}:",
+        "",
+        f"    {command_line(source, report.out, options)}",
+        "",
+        "| part | parameters | weights | bytes |",
+        "| --- | --- | --- | --- |",
+        *sizes,
+        "",
+        f"Audio at {config['sample_rate']:,} Hz; {config['token_frame_rate']} speech tokens a second out of "
+        f"{config['llm']['speech_token_size']:,}; voices: {', '.join(report.voices) or 'none'}.",
+        "",
+        *(f"Note: {note}." for note in report.notes),
+        *([""] if report.notes else []),
+        "Made from these files (sha256):",
+        "",
+        *(f"    {digest}  {name}" for name, digest in hashes),
+        "",
+        "Licence: that of the source model; converting does not change it.",
+        "",
+        "Use:",
+        "",
+        f"    {say} --voice {voice}",
+        "",
+    ]
+    return "\n".join(lines)
+
+
+def _kept(part, config):
+    """How a part's weights are kept, in words."""
+    computed = config["dtype"].get(part, "float32")
+    stored = config.get("store", {}).get(part, computed)
+    q = config.get("quantization", {}).get(part)
+    floats = stored if stored == computed else f"{stored}, computed in {computed}"
+    if q is None:
+        return floats
+    how = "int8 per output row" if q["mode"] == "int8" else f"{q['bits']} bits"
+    return f"linear layers {how}, the rest {floats}"
 
 
 def usage(report, vocabulary):

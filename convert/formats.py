@@ -1,11 +1,12 @@
 """How weights are stored: float32, float16, bfloat16, our int8, or MLX's affine 4 and 8 bit.
 
 A `Format` says which stored tensors a weight becomes (`entries`), makes them block by block (`blocks`), writes the
-`quantization` part of config.json, and undoes it all for `verify` together with the error that is allowed.
+`quantization` part of config.json, and undoes it all for `verify` together with the error that is allowed. It is
+H3's; `PartFormat` is that of a part of a speech model.
 
---dtype applies to linear layers, embedding and norms; SSM tensors are always fp32. With int8 all that is not int8
-is fp32, so that no other --dtype goes with it. Affine quantisation is `mx.quantize` of the weight in --dtype,
-which is also the dtype of its scales.
+H3's --dtype applies to linear layers, embedding and norms; SSM tensors are always fp32. With int8 all that is not
+int8 is fp32, so that no other --dtype goes with it. Affine quantisation is `mx.quantize` of the weight in the dtype
+that is stored, which is also the dtype of its scales.
 """
 
 import mlx.core as mx
@@ -51,13 +52,17 @@ class Format:
         """Weights that share a scale in affine quantisation; None where no size divides the width."""
         return next((g for g in (64, 32) if width % g == 0), None)
 
+    def is_linear(self, name):
+        """Whether -q quantises this weight."""
+        return is_matrix(name)
+
     def stored_dtype(self, name):
         """The dtype of a tensor that is not quantised."""
         return "F32" if is_ssm(name) or self.quantize == "int8" else DTYPES[self.dtype]
 
     def kind(self, name, shape):
         """One of "plain", "int8" and "affine"."""
-        if self.quantize is None or not is_matrix(name):
+        if self.quantize is None or not self.is_linear(name):
             return "plain"
         if self.bits:
             return "affine" if self.group_size(shape[1]) else "plain"
@@ -71,7 +76,7 @@ class Format:
         if kind == "int8":
             return [Entry(name, "I8", shape), Entry(path + "scale", "F32", shape[:1])]
         rows, width = shape
-        groups, dtype = (rows, width // self.group_size(width)), DTYPES[self.dtype]
+        groups, dtype = (rows, width // self.group_size(width)), self.stored_dtype(name)
         packed = Entry(name, "U32", (rows, width * self.bits // 32))
         return [packed, Entry(path + "scales", dtype, groups), Entry(path + "biases", dtype, groups)]
 
@@ -104,13 +109,13 @@ class Format:
         config = {"mode": "affine", "bits": self.bits, "group_size": 64}
         for name, shape in shapes.items():
             size = self.group_size(shape[-1])
-            if is_matrix(name) and size != 64:
+            if self.is_linear(name) and size != 64:
                 config[name.removesuffix(".weight")] = {"group_size": size, "bits": self.bits} if size else False
         return config
 
     def unquantized(self, shapes):
         """Names of the layers that stay as they are because no group size divides their width."""
-        names = [n for n, s in shapes.items() if is_matrix(n) and self.bits and not self.group_size(s[1])]
+        names = [n for n, s in shapes.items() if self.bits and self.is_linear(n) and not self.group_size(s[1])]
         return [n.removesuffix(".weight") for n in names]
 
     def restore(self, name, rows):
@@ -158,6 +163,34 @@ class Format:
         return (codes * s + b).reshape(weight.shape[0], -1), allowed
 
 
+class PartFormat(Format):
+    """How one part of a speech model is stored.
+
+    quantizes   says of a module's path whether -q takes it; None: nothing is quantised
+    dtype       of all floats that are stored, but for int8's scales, which stay fp32
+    quantize    None, "int8", 4 or 8; groups are of 64, and layers that these do not divide stay floats"""
+
+    def __init__(self, quantizes=None, dtype="float32", quantize=None):
+        super().__init__("float32", quantize)
+        self.dtype, self.quantizes = dtype, quantizes
+
+    def group_size(self, width):
+        return 64 if width % 64 == 0 else None
+
+    def is_linear(self, name):
+        path, _, kind = name.rpartition(".")
+        return kind == "weight" and self.quantizes is not None and self.quantizes(path)
+
+    def stored_dtype(self, name):
+        return DTYPES[self.dtype]
+
+    def quantization(self):
+        """What config.json says of this part, or None."""
+        if self.quantize is None:
+            return None
+        return {"mode": "affine", "bits": self.bits, "group_size": 64} if self.bits else {"mode": "int8"}
+
+
 def float_blocks(name, tensor, size=BLOCK):
     """A lazy tensor as fp32 blocks of about `size` values; every value is checked to be finite."""
     rows = tensor.shape[0]
@@ -181,7 +214,7 @@ def cast(name, block, dtype):
     if peak > LARGEST[dtype]:
         raise CheckpointError(
             f"tensor {name!r} holds {peak:g}, beyond {LARGEST[dtype]:g}, the largest {dtype} number: "
-            "use another --dtype"
+            "use another --dtype (or --store)"
         )
     if dtype == "F16":
         return block.astype(np.float16)

@@ -1,4 +1,4 @@
-"""Turn an H3 checkpoint into an MLX model folder: the recipe, its report, and its command line.
+"""Turn a checkpoint into an MLX model folder: the recipe for H3, the choice between it and CosyVoice's, the command.
 
 Nothing is written before everything that can be known in advance has been checked; what is written appears under
 its name only when it is whole.
@@ -6,60 +6,18 @@ its name only when it is whole.
 
 import json
 import math
-import shutil
 import sys
 import time
-from dataclasses import dataclass, field
 from pathlib import Path
 
 from mlx_cosyh3.convert.card import model_card
+from mlx_cosyh3.convert.common import ConvertReport, Progress, check_space, keep_sources, some
 from mlx_cosyh3.convert.formats import Format
 from mlx_cosyh3.convert.h3 import model_weights, source_config
 from mlx_cosyh3.convert.sources import open_source, sha256
 from mlx_cosyh3.convert.vocabulary import find_vocabulary
 from mlx_cosyh3.convert.writer import OutputFolder, write_file, write_tensors
 from mlx_cosyh3.errors import CheckpointError, CosyH3Error
-
-
-@dataclass
-class ConvertReport:
-    """What `convert` did, or with dry_run would do."""
-
-    out: Path
-    source: str
-    config: dict
-    tensors: list  # of writer.Entry, as stored
-    parameters: int
-    source_bytes: int  # of the tensors of the model in the checkpoint
-    bytes: int  # of the tensors written
-    quantize: str | None
-    unquantized: list[str]  # layers that -q left as they are
-    notes: list[str] = field(default_factory=list)  # what the user should know
-    dry_run: bool = False
-    seconds: float = 0.0
-
-    @property
-    def bits_per_weight(self):
-        return 8 * self.bytes / self.parameters
-
-    @property
-    def tied(self):
-        return self.config["tie_word_embeddings"]
-
-    def summary(self):
-        """One line."""
-        before = 8 * self.source_bytes / self.parameters
-        done = "would write" if self.dry_run else "wrote"
-        return (
-            f"{done} {self.out}: {self.parameters:,} parameters, {self.source_bytes:,} -> {self.bytes:,} bytes, "
-            f"{before:.2f} -> {self.bits_per_weight:.2f} bits per weight"
-        )
-
-    def plan(self):
-        """The whole plan as text: config, tensors, sizes."""
-        width = max(len(e.name) for e in self.tensors)
-        rows = [f"{e.name:{width}}  {e.dtype:4}  {str(list(e.shape)):16} {e.nbytes:>14,}" for e in self.tensors]
-        return "\n".join([json.dumps(self.config, indent=2, sort_keys=True), *rows, self.summary()])
 
 
 def convert(
@@ -72,11 +30,18 @@ def convert(
     tokenizer=None,
     heads=None,
     revision=None,
+    llm=None,
+    store=None,
+    campplus=None,
+    speech_tokenizer=None,
     overwrite=False,
     dry_run=False,
     progress=None,
 ):
-    """Convert the H3 checkpoint `model` to the MLX model folder `out` -> ConvertReport.
+    """Convert the H3 checkpoint or CosyVoice folder `model` to the MLX model folder `out` -> ConvertReport.
+
+    For CosyVoice see `cosyvoice.convert_cosyvoice`, which takes llm, store, campplus and speech_tokenizer, too, and
+    dtype and quantize for each part, but not file, tokenizer and heads. For H3:
 
     model      a .pt, .pth, .bin, .ckpt or .safetensors file, a folder that holds one, or a hub repo id
     file       which file, where a folder or repo holds several
@@ -90,11 +55,25 @@ def convert(
     progress   called with (bytes done, bytes in all); None: a bar on stderr when that is a terminal
     Raises CosyH3Error; then `out` is as it was before.
     """
+    # Imported here: it imports the speech model.
+    from mlx_cosyh3.convert.cosyvoice import convert_cosyvoice, find_speech_model
+
+    speech = {"store": store, "llm": llm, "campplus": campplus, "speech_tokenizer": speech_tokenizer}
+    common = {"dtype": dtype, "quantize": quantize, "revision": revision}
+    common |= {"overwrite": overwrite, "dry_run": dry_run, "progress": progress}
+    found = find_speech_model(model, revision, llm)
+    _refuse(model, found, speech, {"file": file, "tokenizer": tokenizer, "heads": heads})
+    if found:
+        return convert_cosyvoice(found, out, llm_file=speech.pop("llm"), **speech, **common)
+
     begin = time.perf_counter()
     fmt = Format(dtype, quantize)
     output = OutputFolder(out, overwrite)
     source = open_source(model, file, revision)
-    _keep_sources(output.target, source, tokenizer)
+    folders = [source.folder, *(p.parent for p in source.paths)]
+    if tokenizer not in (None, "none"):
+        folders.append(Path(tokenizer).expanduser())
+    keep_sources(output.target, folders)
 
     weights = model_weights(source)
     given, notes = _given_config(source)
@@ -127,17 +106,17 @@ def convert(
     )
     if source.ignored:
         notes.append(
-            f"left out {len(source.ignored)} entries that are no weights of the model: {_some(source.ignored)}"
+            f"left out {len(source.ignored)} entries that are no weights of the model: {some(source.ignored)}"
         )
     if report.unquantized:
-        notes.append(f"not quantised, no group size divides their width: {_some(report.unquantized)}")
+        notes.append(f"not quantised, no group size divides their width: {some(report.unquantized)}")
     if dry_run:
         return report
 
-    _check_space(output.target, report.bytes)
+    check_space(output.target, report.bytes)
     options = {"file": file, "dtype": dtype, "quantize": fmt.quantize, "tokenizer": tokenizer, "heads": heads}
     options["revision"] = revision
-    with _Progress(source.nbytes + report.bytes, progress) as tick, output as folder:
+    with Progress(source.nbytes + report.bytes, progress) as tick, output as folder:
         hashes = source.hash_files(tick)
         for path, name in vocabulary.files:
             write_file(folder / name, path.read_bytes())
@@ -147,6 +126,15 @@ def convert(
         write_file(folder / "README.md", model_card(source, report, vocabulary, hashes, options))
     report.seconds = time.perf_counter() - begin
     return report
+
+
+def _refuse(model, found, speech, text):
+    """Options of the other family are errors."""
+    family, other, options = ("a CosyVoice model", "H3", text) if found else ("none", "CosyVoice", speech)
+    for name, value in options.items():
+        if value is not None:
+            option = f"--{name.replace('_', '-')}"
+            raise CosyH3Error(f"{option} {value} goes with {other} models, and {model} is {family}: leave it out")
 
 
 def _given_config(source):
@@ -203,54 +191,6 @@ def _compare(source, given, config):
             )
 
 
-def _keep_sources(target, source, tokenizer):
-    """--overwrite must not delete what is being read."""
-    folders = [source.folder, *(p.parent for p in source.paths)]
-    if tokenizer not in (None, "none"):
-        folders.append(Path(tokenizer).expanduser())
-    for folder in folders:
-        if target == folder.resolve() or target in folder.resolve().parents:
-            raise CosyH3Error(f"--out {target} holds what is to be converted ({folder}): choose another folder")
-
-
-def _check_space(target, nbytes):
-    folder = target.parent
-    while not folder.exists():
-        folder = folder.parent
-    free = shutil.disk_usage(folder).free
-    if free < nbytes:
-        raise CosyH3Error(f"the disk of {folder} is too full: {nbytes:,} bytes are needed, {free:,} are free")
-
-
-def _some(names, limit=4):
-    return ", ".join(names[:limit]) + (f" and {len(names) - limit} more" if len(names) > limit else "")
-
-
-class _Progress:
-    """Counts bytes: to the caller's function, or to a bar on stderr when that is a terminal."""
-
-    def __init__(self, total, function):
-        self._total, self._done, self._function, self._bar = total, 0, function, None
-
-    def __enter__(self):
-        if self._function is None and sys.stderr.isatty():
-            from tqdm import tqdm
-
-            self._bar = tqdm(total=self._total, unit="B", unit_scale=True, desc="converting", leave=False)
-        return self._tick
-
-    def _tick(self, nbytes):
-        self._done += nbytes
-        if self._bar is not None:
-            self._bar.update(nbytes)
-        if self._function is not None:
-            self._function(self._done, self._total)
-
-    def __exit__(self, *error):
-        if self._bar is not None:
-            self._bar.close()
-
-
 def add_arguments(parser):
     """The options of `convert`, for this module's own parser and for the program's."""
     add = parser.add_argument
@@ -263,9 +203,19 @@ def add_arguments(parser):
     add("--out", required=True, metavar="DIR", help="folder to write; it must not exist")
     add("--file", help="which file, where a folder or repo holds several")
     add(
-        "--dtype", default="float32", help="float32 (default), float16 or bfloat16; SSM tensors are always float32"
+        "--dtype",
+        default="float32",
+        help="float32 (default), float16 or bfloat16; SSM tensors are always float32. "
+        "CosyVoice: float32 or bfloat16, also by part: llm=bfloat16,flow=float32"
     )
-    add("-q", "--quantize", metavar="int8|4|8", help="int8 per output row, or MLX's 4 or 8 bits per weight")
+    add(
+        "-q", "--quantize", metavar="int8|4|8",
+        help="int8 per output row, or MLX's 4 or 8 bits per weight. CosyVoice: also by part, llm=int8,flow=8",
+    )
+    add("--store", metavar="DTYPE", help="CosyVoice: what to store floats in, where not --dtype; also by part")
+    add("--llm", metavar="FILE", help="CosyVoice: the language model in place of llm.pt, e.g. llm.rl.pt")
+    add("--campplus", metavar="FILE", help="CosyVoice: campplus.onnx from elsewhere")
+    add("--speech-tokenizer", metavar="FILE", help="CosyVoice: speech_tokenizer_v3.onnx from elsewhere")
     add(
         "--tokenizer",
         metavar="DIR",
@@ -288,11 +238,17 @@ def run(args):
         tokenizer=args.tokenizer,
         heads=args.heads,
         revision=args.revision,
+        llm=args.llm,
+        store=args.store,
+        campplus=args.campplus,
+        speech_tokenizer=args.speech_tokenizer,
         overwrite=args.overwrite,
         dry_run=args.dry_run,
     )
     for note in report.notes:
         print(f"note: {note}", file=sys.stderr)
+    if not args.dry_run and hasattr(report, "parts"):
+        print(report.parts())
     print(report.plan() if args.dry_run else report.summary())
     return 0
 
@@ -302,7 +258,7 @@ def main(argv=None):
     from argparse import ArgumentParser
 
     parser = ArgumentParser(
-        prog="python -m mlx_cosyh3.convert", description="Convert an H3 checkpoint to an MLX model."
+        prog="python -m mlx_cosyh3.convert", description="Convert an H3 or CosyVoice checkpoint to an MLX model."
     )
     add_arguments(parser)
     args = parser.parse_args(argv)

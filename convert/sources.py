@@ -32,6 +32,7 @@ NUMPY_DTYPES = {
     "I64": np.int64, "I32": np.int32, "I16": np.int16, "I8": np.int8,
     "U64": np.uint64, "U32": np.uint32, "U16": np.uint16, "U8": np.uint8, "BOOL": np.bool_,
 }  # fmt: skip
+NAMES = {np.dtype(t): name for name, t in NUMPY_DTYPES.items() if name != "BF16"}
 FLOATS = ("F64", "F32", "F16", "BF16")
 
 
@@ -61,6 +62,20 @@ class SafeTensor:
 
     def rows(self, start, stop):
         return self.numpy()[start:stop]
+
+
+class ArrayTensor:
+    """A numpy array, often a view of a memory-mapped file, with the interface of a tensor in a file."""
+
+    def __init__(self, array):
+        self.array, self.shape, self.nbytes = array, tuple(array.shape), array.nbytes
+        self.dtype = NAMES[array.dtype]
+
+    def numpy(self):
+        return self.array
+
+    def rows(self, start, stop):
+        return self.array[start:stop]
 
 
 def read_safetensors(path):
@@ -171,7 +186,7 @@ def _open_repo(repo, file, revision):
     # Imported here: load imports the model, and a local checkpoint needs neither.
     from mlx_cosyh3.load import find_model
 
-    names = [file] if file else _pick(repo, _repo_files(repo, revision), None)
+    names = [file] if file else _pick(repo, repo_files(repo, revision), None)
     # Without the list of files: whatever weights the local cache holds.
     wanted = names or ["*.safetensors", *(f"*{s}" for s in TORCH_SUFFIXES)]
     if file and file.endswith(".index.json"):
@@ -183,7 +198,7 @@ def _open_repo(repo, file, revision):
     return source
 
 
-def _repo_files(repo, revision):
+def repo_files(repo, revision):
     """The names of a repo's top files, or None without a network (then find_model knows what to say)."""
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, OfflineModeIsEnabled

@@ -63,9 +63,11 @@ class VerifyReport:
         return "\n".join([*lines, "PASS" if self.ok else "FAIL"])
 
 
-def verify(folder, against, *, file=None, revision=None):
+def verify(folder, against, *, file=None, revision=None, llm=None, campplus=None, speech_tokenizer=None):
     """Compare the converted model `folder` with the checkpoint `against` it was made from -> VerifyReport.
 
+    file, revision, llm, campplus, speech_tokenizer   as they were given to `convert`
+    A CosyVoice model gives a SpeechVerifyReport, which has `ok` and `table()` as well.
     Raises CosyH3Error where there is nothing to compare: no model, no checkpoint, another architecture.
     """
     # Imported here: load imports the whole model, and `convert` needs none of it.
@@ -73,13 +75,21 @@ def verify(folder, against, *, file=None, revision=None):
 
     folder = Path(folder).expanduser()
     config = read_config(folder)
+    if config["model_type"] != "h3":
+        from mlx_cosyh3.convert.verify_speech import verify_speech
+
+        front_ends = {"campplus": campplus, "speech_tokenizer": speech_tokenizer}
+        return verify_speech(folder, config, against, llm_file=llm, front_ends=front_ends, revision=revision)
+    for name, value in (("llm", llm), ("campplus", campplus), ("speech-tokenizer", speech_tokenizer)):
+        if value is not None:
+            raise CosyH3Error(f"--{name} {value} goes with CosyVoice models, and {folder} is an H3 model: leave it out")
     try:
         fmt = Format.of_model(config)
     except (KeyError, TypeError, AttributeError) as e:
         raise CheckpointError(
             f"{folder}/config.json lacks a value ({type(e).__name__}: {e}): convert again"
         ) from e
-    stored = _stored(folder)
+    stored = stored_tensors(folder)
     source = open_source(against, file, revision)
     weights = model_weights(source)
     tensors = _compare_tensors(fmt, weights, stored)
@@ -90,7 +100,7 @@ def verify(folder, against, *, file=None, revision=None):
     return report
 
 
-def _stored(folder):
+def stored_tensors(folder):
     """The tensors of a converted model."""
     path = folder / "model.safetensors.index.json"
     return open_source(folder, path.name if path.is_file() else None).tensors
@@ -101,12 +111,12 @@ def _compare_tensors(fmt, weights, stored):
     for name, tensor in weights.items():
         entries = fmt.entries(name, tuple(tensor.shape))
         left -= {e.name for e in entries}
-        checks.append(_compare_one(fmt, name, tensor, entries, stored))
+        checks.append(compare_one(fmt, name, tensor, entries, stored))
     checks += [TensorCheck(n, stored[n].dtype, 0, 0, 0, "extra: not in the original") for n in sorted(left)]
     return checks
 
 
-def _compare_one(fmt, name, tensor, entries, stored):
+def compare_one(fmt, name, tensor, entries, stored):
     for e in entries:
         if e.name not in stored:
             return TensorCheck(name, e.dtype, 0, 0, 0, f"missing: {e.name}")
@@ -184,11 +194,14 @@ def add_arguments(parser):
     parser.add_argument("--against", required=True, metavar="PATH_OR_REPO", help="the checkpoint it was made from")
     parser.add_argument("--file", help="which file, where a folder or repo holds several")
     parser.add_argument("--revision", help="branch, tag or commit of a hub repo")
+    for name in ("llm", "campplus", "speech-tokenizer"):
+        parser.add_argument(f"--{name}", metavar="FILE", help="CosyVoice: as it was given to `convert`")
 
 
 def run(args):
     """Verify as the parsed options say and print the table -> 0 (all is well) or 1. Raises CosyH3Error."""
-    report = verify(args.model, args.against, file=args.file, revision=args.revision)
+    report = verify(args.model, args.against, file=args.file, revision=args.revision, llm=args.llm,
+                    campplus=args.campplus, speech_tokenizer=args.speech_tokenizer)  # fmt: skip
     print(report.table())
     return 0 if report.ok else 1
 

@@ -226,7 +226,7 @@ def clean_up(target):
 
 def _is_model(folder):
     try:
-        return json.loads((folder / "config.json").read_text()).get("model_type") == "h3"
+        return json.loads((folder / "config.json").read_text()).get("model_type") in ("h3", "cosyvoice3")
     except (OSError, ValueError, AttributeError):
         return False
 

@@ -279,15 +279,38 @@ def _generate(args):
 
 
 def _add_repl(parser):
+    """The options of both kinds of models; which of them were given is only known where the defaults are None."""
     _add_model(parser)
     _add_options(parser)
+    spoken = parser.add_argument_group("models that speak")
+    speech_cli.add_options(spoken, without=OPTIONS)
+    speech_cli.add_voice(spoken)
+    spoken.add_argument("--out-dir", metavar="DIR", help="folder for the audio files (this one)")
+    spoken.add_argument("--no-play", action="store_true", default=None, help="only save the audio")
+    parser.set_defaults(**dict.fromkeys([*OPTIONS, *speech_cli.OPTIONS]))
 
 
 def _repl(args):
     from mlx_cosyh3 import repl
+    from mlx_cosyh3.load import find_model, read_config
 
-    options = _options(args)
-    repl.run(_load(args), options, title=args.model or "the small model of the package")
+    speaks = read_config(find_model(args.model, args.revision))["model_type"].startswith("cosyvoice")
+    own, other = (speech_cli.OPTIONS, OPTIONS) if speaks else (OPTIONS, speech_cli.OPTIONS)
+    only_spoken = () if speaks else ("voice", "voice_text", "out_dir", "no_play")
+    for name in (*other, *only_spoken):
+        if name not in own and getattr(args, name) is not None:
+            kind = "continue text" if speaks else "speak"
+            raise CosyH3Error(f"--{name.replace('_', '-')} goes with models that {kind}; leave it out")
+    given = {name: getattr(args, name) for name in own if getattr(args, name) is not None}
+    title = args.model or "the small model of the package"
+    if speaks:
+        repl.run(speech_cli.start_repl(_load(args), given, args), title)
+        return
+    if "stop" in given:
+        given["stop"] = tuple(unescape(text) for text in given["stop"])
+    options = DEFAULTS | given
+    check(options)
+    repl.run(repl.Repl(_load(args), options), title)
 
 
 def _add_perplexity(parser):

@@ -35,20 +35,17 @@ A backslash at the end of a line joins the next line to it, with a line break be
 """
 
 
-class Repl:
-    """One conversation with a model. `options`: the options of `generate`, by name."""
+class Shell:
+    """Lines from a user: commands, and text for `turn`. Subclasses bring `commands` ({"/name": method}) and `turn`."""
 
-    def __init__(self, model, options, out=None, err=None):
-        self.model, self.options = model, dict(options)
+    commands = {}
+
+    def __init__(self, out=None, err=None):
         self.out, self.err = out or sys.stdout, err or sys.stderr
-        self.cache = model.make_cache()
-        self.before = deque(maxlen=UNDO_TURNS)  # copies of the state, for /undo
-        self.drawn = 0  # turns since the seed was set
-        self.stats = None
-        self.commands = {
-            "/set": self.set, "/seed": self.seed, "/undo": self.undo, "/reset": self.reset, "/save": self.save,
-            "/load": self.load, "/stats": self.show_stats, "/help": self.help, "/quit": None,
-        }  # fmt: skip
+
+    def turn(self, text):
+        """Carry out a line of text."""
+        raise NotImplementedError
 
     def run(self, read):
         """Take lines from `read()` until it gives None or /quit comes. An error in a line is one line on stderr."""
@@ -81,6 +78,36 @@ class Repl:
             return False
         self.commands[name](rest.strip())
         return True
+
+    def say(self, text):
+        print(text, file=self.err, flush=True)
+
+    @staticmethod
+    def nothing_after(name, rest):
+        if rest:
+            raise CosyH3Error(f"{name} takes nothing after it, not {rest!r}")
+
+    @staticmethod
+    def path(name, rest):
+        if not rest:
+            raise CosyH3Error(f"{name} needs a file name")
+        return Path(os.path.expanduser(rest))
+
+
+class Repl(Shell):
+    """One conversation with a model. `options`: the options of `generate`, by name."""
+
+    def __init__(self, model, options, out=None, err=None):
+        super().__init__(out, err)
+        self.model, self.options = model, dict(options)
+        self.cache = model.make_cache()
+        self.before = deque(maxlen=UNDO_TURNS)  # copies of the state, for /undo
+        self.drawn = 0  # turns since the seed was set
+        self.stats = None
+        self.commands = {
+            "/set": self.set, "/seed": self.seed, "/undo": self.undo, "/reset": self.reset, "/save": self.save,
+            "/load": self.load, "/stats": self.show_stats, "/help": self.help, "/quit": None,
+        }  # fmt: skip
 
     def turn(self, text):
         """Give `text` to the model and show how it goes on. After an error the state is what it was before."""
@@ -154,24 +181,9 @@ class Repl:
         self.nothing_after("/help", rest)
         self.say(HELP.format(options=", ".join(OPTIONS), undo=UNDO_TURNS).rstrip())
 
-    def say(self, text):
-        print(text, file=self.err, flush=True)
 
-    @staticmethod
-    def nothing_after(name, rest):
-        if rest:
-            raise CosyH3Error(f"{name} takes nothing after it, not {rest!r}")
-
-    @staticmethod
-    def path(name, rest):
-        if not rest:
-            raise CosyH3Error(f"{name} needs a file name")
-        return Path(os.path.expanduser(rest))
-
-
-def run(model, options, title):
-    """The `repl` command: with editing and history in a terminal, line by line from a pipe."""
-    repl = Repl(model, options)
+def run(repl, title):
+    """The `repl` command: a Shell with editing and history in a terminal, line by line from a pipe."""
     if not (sys.stdin.isatty() and sys.stdout.isatty()):
         repl.run(lambda: _joined(_piped_line))
         return

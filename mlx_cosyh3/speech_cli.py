@@ -1,6 +1,7 @@
 """The speaking commands of the program: say, clone, vc, voices."""
 
 import contextlib
+import os
 import secrets
 import sys
 import time
@@ -37,8 +38,10 @@ def defaults():
     return {name: getattr(SpeechOptions(), name) for name in OPTIONS}
 
 
-def add_options(parser):
+def add_options(parser, without=()):
     for (name, (kind, placeholder, text)), default in zip(OPTIONS.items(), defaults().values()):
+        if name in without:
+            continue
         parser.add_argument("--" + name.replace("_", "-"), dest=name, type=kind, default=default, metavar=placeholder,
                             help=text + ("" if default is None else f" ({default})"))  # fmt: skip
 
@@ -88,22 +91,23 @@ def find_voice(model, name, transcript, note=note):
 
 
 class Progress:
-    """Stages on stderr, on one line, when that is a terminal; or plain lines, one a stage."""
+    """Stages on stderr, on one line, where that is a terminal."""
 
-    def __init__(self):
-        self.terminal, self.stage, self.shown = sys.stderr.isatty(), None, 0.0
-        self.names = {"llm": "speech tokens", "flow": "flow step", "vocoder": "vocoder"}
+    def __init__(self, err=None):
+        self.err = err or sys.stderr
+        self.terminal, self.stage, self.shown = self.err.isatty(), None, 0.0
+        self.names = {"llm": "speech tokens", "flow": "flow", "vocoder": "vocoder", "speech_tokenizer": "speech tokenizer"}
 
     def __call__(self, stage, done, all):
         now = time.monotonic()
         if not self.terminal or (stage == self.stage and now - self.shown < 0.1 and done != all):
             return
         self.stage, self.shown = stage, now
-        print(f"\r\x1b[K{self.names.get(stage, stage)} {done}{f'/{all}' if all else ''}", end="", file=sys.stderr, flush=True)
+        print(f"\r\x1b[K{self.names.get(stage, stage)} {done}{f'/{all}' if all else ''}", end="", file=self.err, flush=True)
 
     def clear(self):
         if self.terminal and self.stage is not None:
-            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+            print("\r\x1b[K", end="", file=self.err, flush=True)
 
 
 # ---------------------------------------------------------------- say
@@ -126,6 +130,7 @@ def add_say(parser):
 
 
 def say(args, read_text):
+    from mlx_cosyh3.cosyvoice import audio
     from mlx_cosyh3.cosyvoice.speech import SpeechOptions
 
     options = {name: getattr(args, name) for name in OPTIONS}
@@ -134,56 +139,66 @@ def say(args, read_text):
     SpeechOptions(**options)  # bad options before a model is loaded
     if args.stream and args.causal:
         raise CosyH3Error("--causal goes without --stream, which always computes so: leave it out")
-    out = output(args.output or (None if args.play else "speech.wav"), args.overwrite)
+    out = output(args.output or (None if args.play else "speech.wav"), args.overwrite or args.output is None)
     text = read_text(args)
     model = load_speaker(args)
     voice = find_voice(model, args.voice, args.voice_text)
-    options |= {"voice": voice, "normalize": not args.no_normalize}
+    options |= {"voice": voice, "normalize": not args.no_normalize} | ({} if args.stream else {"causal": args.causal})
+    player = audio.Player(model.sample_rate) if args.play else None
     progress = Progress()
-    result, interrupted = speak(model, text, options | ({} if args.stream else {"causal": args.causal}), args.stream, progress,
-                                args.play)  # fmt: skip
-    progress.clear()
+    try:
+        result, interrupted = speak(model, text, options, args.stream, progress, player)
+    finally:
+        progress.clear()
     if out is not None and len(result.audio):
         result.save(out)
         if out != "-":
             print(out)
     if args.stats or sys.stderr.isatty():
         print(stats_line(result, options["seed"]), file=sys.stderr)
-    if result.finish_reason == "length":
-        note("the speech was cut off: by --max-seconds, or by the most that the model says for a text of this length")
     if interrupted and not len(result.audio):
         note("interrupted before there was any audio; nothing was written")
     return 130 if interrupted else 0
 
 
-def speak(model, text, options, streamed, progress, play=False):
+def speak(model, text, options, streamed, progress, player=None, note=note):
     """Run one utterance -> (SpeechResult, whether Ctrl-C cut it short). What was made until then is in the result.
 
+    player   an audio.Player that plays it; closed at the end
     It always runs as a stream of pieces, in a worker thread, so that Ctrl-C finds this thread waiting."""
-    from mlx_cosyh3.cosyvoice import audio
+    interrupted, stream = False, None
 
-    stream = model.start(text, streamed, note=note, progress=progress, **options)
-    player = audio.Player(model.sample_rate) if play else None
-    interrupted = False
+    def play(piece=None):
+        """Play a piece; None: wait until all was played."""
+        nonlocal player
+        try:
+            if player is not None:
+                player.finish() if piece is None else player.add(piece)
+        except CosyH3Error as e:  # a device that fails is no reason to lose the audio
+            note(f"{e}; the rest is not played")
+            player.close()
+            player = None
+
     try:
+        stream = model.start(text, streamed, note=note, progress=progress, **options)
         try:
             for piece in stream:
-                if player is not None:
-                    player.add(piece)
+                play(piece)
         except KeyboardInterrupt:
             interrupted = True
         stream.close()
-        if player is not None and not interrupted:
+        if not interrupted:
             with contextlib.suppress(KeyboardInterrupt):
-                player.finish()
+                play()
     finally:
-        stream.close()
+        if stream is not None:
+            stream.close()
         if player is not None:
             player.close()
     return stream.result, interrupted
 
 
-def output(path, overwrite):
+def output(path, overwrite, endings=(".wav", ".flac")):
     """The path to write, checked before any work: Path, "-", or None."""
     if path is None or path == "-":
         if path == "-" and sys.stdout.isatty():
@@ -193,9 +208,13 @@ def output(path, overwrite):
     if not path.parent.is_dir():
         raise CosyH3Error(f"there is no folder {path.parent} to write {path.name} to")
     if path.is_dir():
-        raise CosyH3Error(f"{path} is a folder: give a file name, such as {path}/speech.wav")
-    if path.exists() and not overwrite and path.name != "speech.wav":
+        raise CosyH3Error(f"{path} is a folder: give a file name, such as {path}/speech{endings[0]}")
+    if path.suffix.lower() not in endings:
+        raise CosyH3Error(f"-o {path}: the name must end in {' or '.join(endings)}, which says what to write")
+    if path.exists() and not overwrite:
         raise CosyH3Error(f"{path} exists: pass --overwrite to replace it, or choose another -o")
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise CosyH3Error(f"cannot write {path}: no permission; choose another -o")
     return path
 
 
@@ -227,9 +246,9 @@ def clone(args):
     if not recording.is_file():
         raise CosyH3Error(f"there is no recording {args.recording}")
     name = args.name or recording.stem
-    out = output(args.output or f"{name}.voice.safetensors", args.overwrite)
-    if out == "-" or out.suffix != ".safetensors":
-        raise CosyH3Error(f"-o {args.output}: a voice is a .safetensors file, such as {name}.voice.safetensors")
+    out = output(args.output or f"{name}.voice.safetensors", args.overwrite, (".safetensors",))
+    if out == "-":
+        raise CosyH3Error(f"-o -: a voice goes to a file, such as {name}.voice.safetensors")
     voice = Voice.from_audio(load_speaker(args), recording, args.text, name=name, note=note)
     voice.save(out)
     print(out)
@@ -241,7 +260,7 @@ def add_vc(parser):
     parser.add_argument("source", help="the recording that says what is to be said")
     add_model(parser)
     add_voice(parser)
-    parser.add_argument("-o", "--output", metavar="F", default="converted.wav", help="audio file to write (converted.wav)")
+    parser.add_argument("-o", "--output", metavar="F", help="audio file to write; '-' writes a wav to stdout (converted.wav)")
     parser.add_argument("--overwrite", action="store_true", help="replace a file that is there already")
     parser.add_argument("--speed", type=float, default=1.0, metavar="X", help="tempo, 0.5 to 2 (1.0)")
     parser.add_argument("--steps", type=int, default=10, metavar="N", help="steps of the flow (10)")
@@ -249,17 +268,23 @@ def add_vc(parser):
 
 
 def vc(args):
-    out = output(args.output, args.overwrite)
+    from mlx_cosyh3.cosyvoice.speech import SpeechOptions
+
+    SpeechOptions(steps=args.steps, speed=args.speed)  # bad options before a model is loaded
+    out = output(args.output or "converted.wav", args.overwrite or args.output is None)
     source = Path(args.source).expanduser()
     if not source.is_file():
         raise CosyH3Error(f"there is no recording {args.source}")
     model = load_speaker(args)
     voice = find_voice(model, args.voice, args.voice_text)
     progress = Progress()
-    result = model.convert_voice(source, voice, note=note, progress=progress, steps=args.steps, speed=args.speed)
-    progress.clear()
+    try:
+        result = model.convert_voice(source, voice, note=note, progress=progress, steps=args.steps, speed=args.speed)
+    finally:
+        progress.clear()
     result.save(out)
-    print(out)
+    if out != "-":
+        print(out)
     if args.stats or sys.stderr.isatty():
         print(stats_line(result), file=sys.stderr)
 
@@ -273,3 +298,10 @@ def voices(args):
     if not model.voices:
         note("this model holds no voices; make one from a recording: mlx_cosyh3 clone me.wav --text '...'")
 
+
+def start_repl(model, options, args):
+    """A SpeechRepl from the arguments of the `repl` command."""
+    from mlx_cosyh3.speech_repl import SpeechRepl
+
+    voice = find_voice(model, args.voice, args.voice_text)
+    return SpeechRepl(model, options, args.out_dir or ".", voice, play=not args.no_play)

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from mlx_cosyh3.convert import main, writer
-from mlx_cosyh3.convert import pipeline
+from mlx_cosyh3.convert import common, pipeline
 from mlx_cosyh3.convert.writer import OutputFolder
 from mlx_cosyh3.errors import CheckpointError, CosyH3Error
 from tests.h3_checkpoints import golden, make, save, state_dict
@@ -222,7 +222,7 @@ def test_full_disk_while_writing(source, tmp_path):
 
 def test_too_little_space_is_seen_before_writing(source, tmp_path, monkeypatch):
     usage = namedtuple("usage", "total used free")(10**9, 10**9 - 1000, 1000)
-    monkeypatch.setattr(pipeline.shutil, "disk_usage", lambda path: usage)
+    monkeypatch.setattr(common.shutil, "disk_usage", lambda path: usage)
     with pytest.raises(CosyH3Error, match="too full: [0-9,]+ bytes are needed, 1,000 are free"):
         make(source, tmp_path / "deep" / "out")
     assert os.listdir(tmp_path) == ["source"]

@@ -11,8 +11,12 @@ from mlx_cosyh3.errors import CosyH3Error
 
 
 def times(steps):
-    """(t, dt), float32 [steps]: the cosine schedule from 0 to 1. t is summed up, as upstream does: it differs in rounding."""
-    grid = (1 - np.cos(np.linspace(0, 1, steps + 1, dtype=np.float32) * np.float32(0.5 * np.pi))).astype(np.float32)
+    """(t, dt), float32 [steps]: the cosine schedule from 0 to 1. t is summed up, as upstream does: it differs in rounding.
+
+    The cosine is rounded once, as torch's is and numpy's float32 one is not: DiT sees 1000 t as an angle, so the last bit
+    of t shows in the mel."""
+    angles = np.linspace(0, 1, steps + 1, dtype=np.float32) * np.float32(0.5 * np.pi)
+    grid = np.float32(1) - np.cos(angles.astype(np.float64)).astype(np.float32)
     t, out = grid[0], []
     for following in grid[1:]:
         dt = following - t

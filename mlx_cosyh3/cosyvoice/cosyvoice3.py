@@ -111,6 +111,11 @@ class CosyVoice3(nn.Module, SpeechGeneration):
 
     # Between the language model and the flow
 
+    @staticmethod
+    def is_silent(token):
+        """Whether a speech token is a pause or a breath."""
+        return token in SILENT
+
     def trim_silence(self, tokens):
         """Yield `tokens` without what exceeds MAX_SILENT in each run of silent ones (upstream trims offline only)."""
         run = 0
@@ -175,6 +180,8 @@ def cast(weights, config):
     out = {}
     for name, a in weights.items():
         dtype = dtypes.get(name.split(".", 1)[0], mx.float32)
+        if name.startswith("hift.f0_predictor."):
+            dtype = mx.float32  # an error of the pitch adds up to one of the phase
         keep = a.dtype not in (mx.float32, mx.float16, mx.bfloat16) or name.endswith((".scale",))
         out[name] = a if keep else a.astype(dtype)
     return out

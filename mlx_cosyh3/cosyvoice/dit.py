@@ -103,7 +103,8 @@ class DiT(nn.Module):
     def time_embedding(self, times):
         """times float32 [S] -> [S, D]"""
         half = SINUSOIDS // 2
-        rates = np.exp(np.arange(half, dtype=np.float32) * np.float32(-math.log(10000) / (half - 1)))
+        exponents = np.arange(half, dtype=np.float32) * np.float32(-math.log(10000) / (half - 1))
+        rates = np.exp(exponents.astype(np.float64)).astype(np.float32)  # as torch's: angles near 1000 show the last bit
         angles = 1000 * mx.array(np.asarray(times, np.float32))[:, None] * mx.array(rates)
         e = mx.concatenate([mx.sin(angles), mx.cos(angles)], axis=-1).astype(self.time_in.weight.dtype)
         return self.time_out(silu(self.time_in(e)))

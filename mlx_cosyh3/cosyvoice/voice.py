@@ -4,6 +4,7 @@ Holds numbers only, as numpy arrays: safe in any thread, saved and loaded as one
 from the texts that are spoken with it.
 """
 
+import contextlib
 import os
 import secrets
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from mlx_cosyh3.cosyvoice import audio, features
 from mlx_cosyh3.errors import CheckpointError, CosyH3Error
 
 FORMAT = "1"
+SPEAKER, MEL = 192, 80  # sizes of an embedding and of a mel frame, the same in all CosyVoice models
 
 
 @dataclass
@@ -69,7 +71,7 @@ class Voice:
 
     def save(self, path):
         """Write one safetensors file; it appears whole or not at all. Raises CosyH3Error."""
-        path = Path(path)
+        path = Path(path).expanduser()
         tensors = {"embedding": self.embedding, "prompt_tokens": self.prompt_tokens, "prompt_mel": self.prompt_mel}
         if self.transcript_ids is not None:
             tensors["transcript_ids"] = self.transcript_ids
@@ -81,13 +83,15 @@ class Voice:
             partial.write_bytes(to_bytes({n: np.ascontiguousarray(a) for n, a in tensors.items()}, told))
             os.replace(partial, path)
         except OSError as e:
-            partial.unlink(missing_ok=True)
             raise CosyH3Error(f"cannot write the voice {path}: {e.strerror or e}") from e
+        finally:
+            with contextlib.suppress(OSError):
+                partial.unlink(missing_ok=True)  # gone already, unless something failed
 
     @classmethod
     def load(cls, path):
         """Read what `save` wrote. Raises CosyH3Error."""
-        path = Path(path)
+        path = Path(path).expanduser()
         if not path.is_file():
             raise CosyH3Error(f"there is no voice file {path}")
         try:
@@ -99,20 +103,35 @@ class Voice:
             raise CheckpointError(f"{path} is no voice file of this program; make one with: mlx_cosyh3 clone")
         try:
             voice = cls(
-                tensors["embedding"].astype(np.float32).reshape(-1),
-                tensors.get("prompt_tokens", np.zeros(0, np.int32)).astype(np.int32).reshape(-1),
-                tensors.get("prompt_mel", np.zeros((0, 80), np.float32)).astype(np.float32).reshape(-1, 80),
+                tensors["embedding"].astype(np.float32),
+                tensors["prompt_tokens"].astype(np.int32),
+                tensors["prompt_mel"].astype(np.float32),
                 told.get("transcript"),
-                tensors.get("transcript_ids"),
+                tensors["transcript_ids"].astype(np.int32) if "transcript_ids" in tensors else None,
                 told.get("name") or path.name.removesuffix(".safetensors").removesuffix(".voice"),
-                int(told.get("codebook", 0)),
-                int(told.get("sample_rate", 24000)),
+                int(told["codebook"]),
+                int(told["sample_rate"]),
             )
         except (KeyError, ValueError) as e:
             raise CheckpointError(f"{path} is a damaged voice file ({type(e).__name__}: {e}); make it again") from e
-        if not all(np.isfinite(a).all() for a in (voice.embedding, voice.prompt_mel)):
-            raise CheckpointError(f"{path} holds numbers that are not finite: make the voice again")
+        voice._check(path)
         return voice
+
+    def _check(self, path):
+        """Raise CheckpointError for numbers that are no voice's."""
+        damaged = lambda what: CheckpointError(f"{path} is a damaged voice file ({what}); make it again")  # noqa: E731
+        if self.embedding.shape != (SPEAKER,):
+            raise damaged(f"its embedding has the shape {list(self.embedding.shape)}, not [{SPEAKER}]")
+        if self.prompt_tokens.ndim != 1 or self.prompt_mel.ndim != 2 or self.prompt_mel.shape[1] != MEL:
+            raise damaged(f"its prompt has the shapes {list(self.prompt_tokens.shape)} and {list(self.prompt_mel.shape)}")
+        if self.has_prompt != (len(self.prompt_mel) > 0):
+            raise damaged(f"it has {len(self.prompt_tokens)} speech tokens and {len(self.prompt_mel)} mel frames")
+        if self.transcript_ids is not None and self.transcript_ids.ndim != 1:
+            raise damaged(f"its transcript has the shape {list(self.transcript_ids.shape)}")
+        if not all(np.isfinite(a).all() for a in (self.embedding, self.prompt_mel)):
+            raise damaged("it holds numbers that are not finite")
+        if self.has_prompt and self.codebook and not 0 <= self.prompt_tokens.min() <= self.prompt_tokens.max() < self.codebook:
+            raise damaged(f"it holds a speech token outside of 0 to {self.codebook - 1}")
 
     def arrays(self):
         """(prompt tokens int32 [1, P], prompt mel [1, M, 80], embedding [1, 192]) as evaluated MLX arrays."""

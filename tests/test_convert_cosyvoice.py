@@ -1,0 +1,497 @@
+"""Conversion of a CosyVoice 3 folder: all formats and back, its report, its voices, and every kind of bad folder."""
+
+import json
+import os
+import re
+import shutil
+import sys
+from collections import Counter
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from mlx.utils import tree_flatten
+
+from mlx_cosyh3.convert import convert, main
+from mlx_cosyh3.convert.cosyvoice import find_speech_model, open_speech, part_formats
+from mlx_cosyh3.convert.cosyvoice_folder import SANITIZE
+from mlx_cosyh3.convert.sources import open_source
+from mlx_cosyh3.convert.verify import main as verify_main
+from mlx_cosyh3.convert.verify import verify
+from mlx_cosyh3.cosyvoice.voice import Voice
+from mlx_cosyh3.errors import CosyH3Error
+from mlx_cosyh3.load import load
+from tests.golden_data import cosyvoice_golden, large
+from tests.make_cosyvoice_folder import SHAPES, SIZES, make_folder, numbers, voice, write_torch
+
+FORMATS = [
+    {},
+    {"dtype": "bfloat16"},
+    {"quantize": "int8"},
+    {"quantize": 8},
+    {"quantize": "4", "store": "float16"},
+    {"quantize": "llm=int8,flow=8", "dtype": "llm=bfloat16,flow=float32", "store": "hift=bfloat16"},
+    {"quantize": "int8", "store": "float16"},
+]
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory):
+    return make_folder(tmp_path_factory.mktemp("speech") / "source")
+
+
+@pytest.fixture
+def copy(source, tmp_path):
+    """A folder of the test's own."""
+    return shutil.copytree(source, tmp_path / "source")
+
+
+def error(folder, tmp_path, **options):
+    """The message of a failed conversion, which must be one line and leave nothing behind."""
+    with pytest.raises(CosyH3Error) as e:
+        convert(str(folder), str(tmp_path / "out"), **options)
+    assert "\n" not in str(e.value)
+    assert not [p.name for p in tmp_path.iterdir() if "out" in p.name]
+    return str(e.value)
+
+
+def replace(path, old, new):
+    text = path.read_text()
+    assert old in text
+    path.write_text(text.replace(old, new))
+
+
+# The test's own folder
+
+
+@pytest.mark.parametrize("part", ["llm", "flow", "hift"])
+def test_the_full_size_of_the_test_folder_is_that_of_the_released_model(part):
+    inventory = json.loads((large("golden", "cosyvoice") / "inventory.json").read_text())[f"v3.{part}"]
+    theirs = {k: tuple(v[0]) for k, v in inventory.get("keys", inventory).items() if isinstance(v, list)}
+    assert SHAPES[f"{part}.pt"](SIZES["full"]) == theirs
+
+
+# True conversions
+
+
+@pytest.mark.parametrize("options", FORMATS, ids=str)
+def test_round_trip(source, tmp_path, options):
+    report = convert(str(source), str(tmp_path / "out"), **options)
+    assert report.bytes == sum(t.nbytes for t in open_source(tmp_path / "out").tensors.values())
+    checked = verify(tmp_path / "out", source)
+    assert checked.ok, checked.table()
+    assert [s.name for s in checked.stages] == ["logits", "mel", "wav"] and all(s.peak > 0.01 for s in checked.stages)
+    if not options:
+        assert all(s.error == 0 for s in checked.stages)
+    model = load(tmp_path / "out")
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    for name, a in tree_flatten(model.parameters()):
+        if mx.issubdtype(a.dtype, mx.floating) and not name.endswith(".scale"):
+            assert a.dtype == getattr(mx, config["dtype"].get(name.split(".")[0], "float32")), name
+
+
+def test_the_config_says_what_the_folder_says(source, tmp_path):
+    convert(str(source), str(tmp_path / "out"))
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    s = SIZES["small"]
+    assert config["model_type"] == "cosyvoice3" and config["sample_rate"] == 24000 and config["chunk_size"] == 25
+    assert config["llm"]["qwen2"]["vocab_size"] == s["vocab"] and config["llm"]["speech_vocab_size"] == s["codes"] + 200
+    assert config["llm"]["end_of_prompt_id"] == config["special_tokens"]["<|endofprompt|>"] == s["base_vocab"] + 3
+    assert config["flow"]["dit"]["static_chunk_size"] == 50 and config["flow"]["dit"]["depth"] == s["depth"]
+    assert config["hift"]["f0_predictor"]["cond_channels"] == s["f0"] and config["mel"]["fmax"] is None
+    assert config["campplus"] is None and "quantization" not in config and "__new__" not in json.dumps(config)
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert card.count("  llm.pt") == 1 and "--dtype float32" in card and str(source.parent) not in card
+
+
+def test_quantisation_takes_the_linear_layers_of_llm_and_dit_alone(source, tmp_path):
+    convert(str(source), str(tmp_path / "out"), quantize="int8")
+    kinds = {n: t.dtype for n, t in open_source(tmp_path / "out").tensors.items()}
+    int8 = {re.sub(r"\d+", "#", n) for n, kind in kinds.items() if kind == "I8"}
+    llm = [f"llm.qwen#.layers.#.self_attn.{p}_proj.weight" for p in "qkvo"]
+    llm += [f"llm.qwen#.layers.#.mlp.{p}_proj.weight" for p in ("gate", "up", "down")]
+    flow = [f"flow.dit.blocks.#.{n}.weight" for n in ("to_q", "to_k", "to_v", "to_out", "ff_in", "ff_out")]
+    assert int8 == {*llm, *flow}
+
+
+def test_layers_that_64_does_not_divide_stay_and_are_reported(copy, tmp_path):
+    shapes = SHAPES["llm.pt"](SIZES["small"] | {"inner": 160})
+    write_torch(copy / "llm.pt", {n: (n, shape) for n, shape in shapes.items()})
+    replace(copy / "CosyVoice-BlankEN" / "config.json", '"intermediate_size": 192', '"intermediate_size": 160')
+    report = convert(str(copy), str(tmp_path / "out"), quantize=8)
+    assert report.unquantized == [f"llm.qwen2.layers.{i}.mlp.down_proj" for i in range(2)]
+    assert any("not quantised" in note for note in report.notes)
+    assert verify(tmp_path / "out", copy).ok
+
+
+@pytest.mark.parametrize("part", ["llm", "flow", "hift"])
+def test_sanitize_twice_equals_once(source, part):
+    once = SANITIZE[part]({n: t.numpy() for n, t in open_source(source / f"{part}.pt").tensors.items()})
+    twice = SANITIZE[part](once)
+    assert once.keys() == twice.keys() and all(np.array_equal(once[n], twice[n]) for n in once)
+
+
+def test_the_vocoder_saved_with_its_discriminator_and_old_weight_norm(copy, source, tmp_path):
+    shapes = SHAPES["hift.pt"](SIZES["small"])
+    old = {n.replace("parametrizations.weight.original0", "weight_g"): (n, s) for n, s in shapes.items()}
+    old = {f"generator.{n.replace('parametrizations.weight.original1', 'weight_v')}": v for n, v in old.items()}
+    write_torch(copy / "hift.pt", old)
+    convert(str(copy), str(tmp_path / "a"))
+    convert(str(source), str(tmp_path / "b"))
+    assert (tmp_path / "a" / "model.safetensors").read_bytes() == (tmp_path / "b" / "model.safetensors").read_bytes()
+
+
+def test_another_language_model(copy, tmp_path):
+    shapes = SHAPES["llm.pt"](SIZES["small"])
+    write_torch(copy / "llm.rl.pt", {n: (f"rl.{n}", s) for n, s in shapes.items()})
+    report = convert(str(copy), str(tmp_path / "out"), llm="llm.rl.pt")
+    assert "llm.rl.pt" in report.files and "llm.pt" not in report.files
+    stored = open_source(tmp_path / "out").tensors["llm.llm_decoder.weight"].numpy()
+    assert np.array_equal(stored, numbers("rl.llm_decoder.weight", shapes["llm_decoder.weight"]))
+    assert verify(tmp_path / "out", copy, llm="llm.rl.pt").ok
+    assert not verify(tmp_path / "out", copy).ok
+
+
+def test_voices(source, tmp_path):
+    convert(str(source), str(tmp_path / "out"))
+    model, entry = load(tmp_path / "out"), voice(SIZES["small"])
+    assert set(model.voices) == {"anna", "晓"}
+    anna, other = model.voices["anna"], model.voices["晓"]
+    assert np.array_equal(anna.embedding, entry["embedding"][0]) and np.array_equal(
+        anna.prompt_mel, entry["prompt_speech_feat"][0]
+    )
+    assert np.array_equal(anna.prompt_tokens, entry["flow_prompt_speech_token"][0])
+    assert np.array_equal(anna.transcript_ids, entry["prompt_text"][0]) and anna.codebook == SIZES["small"]["codes"]
+    assert not other.has_prompt and other.prompt_mel.shape == (0, 80) and other.transcript_ids is None
+
+
+def test_names_of_voices_cannot_leave_their_folder(copy, tmp_path):
+    s = SIZES["small"]
+    names = ["../../x", "a/b", "a_b", "A_B", ".", "x" * 300]
+    write_torch(copy / "spk2info.pt", {name: voice(s, 0, i) for i, name in enumerate(names)})
+    convert(str(copy), str(tmp_path / "out"))
+    assert len(list((tmp_path / "out" / "voices").iterdir())) == len(names)
+    assert set(load(tmp_path / "out").voices) == set(names)
+
+
+def test_front_ends(copy, tmp_path):
+    shutil.copy(cosyvoice_golden("campplus") / "campplus_tiny.onnx", copy / "campplus.onnx")
+    tokenizer = cosyvoice_golden("s3_v3") / "tokenizer_lookalike.onnx"
+    (copy / "spk2info.pt").unlink()
+    report = convert(str(copy), str(tmp_path / "out"), speech_tokenizer=str(tokenizer))
+    assert set(report.sizes) == {"llm", "flow", "hift", "campplus", "speech_tokenizer"} and not report.voices
+    checked = verify(tmp_path / "out", copy, speech_tokenizer=str(tokenizer))
+    assert checked.ok, checked.table()
+    model = load(tmp_path / "out")
+    model.need("campplus", "speech_tokenizer")
+    assert model.campplus(mx.zeros((1, 131, 80))).shape == (1, 192)
+
+
+# Report
+
+
+def test_dry_run_writes_nothing(source, tmp_path, capsys):
+    assert main(["--model", str(source), "--out", str(tmp_path / "out"), "-q", "llm=4", "--dry-run"]) == 0
+    out = capsys.readouterr()
+    assert not any(tmp_path.iterdir())
+    assert "flow.dit.proj_in.weight" in out.out and "would write" in out.out and "campplus.onnx" in out.err
+    assert re.search(r"llm +[\d,]+ +[\d,]+ +[\d,]+", out.out)
+    assert "llm.pt: 28 tensors read, 1 skipped (llm.model.lm_head.weight)" in out.out
+
+
+def test_commands(source, tmp_path, capsys):
+    assert main(["--model", str(source), "--out", str(tmp_path / "out"), "-q", "int8", "--store", "float16"]) == 0
+    assert "bits per weight" in capsys.readouterr().out
+    assert verify_main([str(tmp_path / "out"), "--against", str(source)]) == 0
+    assert capsys.readouterr().out.endswith("PASS\n")
+    assert main(["--model", str(source), "--out", str(tmp_path / "out")]) == 2
+    assert "--overwrite" in capsys.readouterr().err
+    assert main(["--model", str(source), "--out", str(tmp_path / "out"), "--overwrite"]) == 0
+
+
+def test_the_sources_are_not_overwritten(copy, tmp_path):
+    convert(str(copy), str(tmp_path / "out"))
+    shutil.move(copy, tmp_path / "out" / "source")
+    with pytest.raises(CosyH3Error, match="holds what is to be converted"):
+        convert(str(tmp_path / "out" / "source"), str(tmp_path / "out"), overwrite=True)
+
+
+def test_verify_finds_damage(source, tmp_path):
+    convert(str(source), str(tmp_path / "out"), quantize="int8")
+    path = tmp_path / "out" / "model.safetensors"
+    tensors = mx.load(str(path))
+    tensors["flow.dit.blocks.1.to_v.weight"] = -tensors["flow.dit.blocks.1.to_v.weight"]
+    del tensors["hift.conv_pre.bias"]
+    mx.save_safetensors(str(path), tensors)
+    anna = tmp_path / "out" / "voices" / "anna.safetensors"
+    changed = Voice.load(anna)
+    changed.embedding = changed.embedding + 1
+    changed.save(anna)
+    report = verify(tmp_path / "out", source)
+    wrong = {t.name: t.status for t in report.tensors if t.status != "ok"}
+    assert wrong == {
+        "flow.dit.blocks.1.to_v.weight": "beyond the bound",
+        "hift.conv_pre.bias": "missing: conv_pre.bias",
+    }
+    assert report.voices["anna"] == "differs in embedding" and not report.ok and report.table().endswith("FAIL")
+
+
+# Bad folders
+
+
+@pytest.mark.parametrize("name, said", [("cosyvoice.yaml", "CosyVoice 1"), ("cosyvoice2.yaml", "CosyVoice 2")])
+def test_other_versions(copy, tmp_path, name, said):
+    (copy / "cosyvoice3.yaml").rename(copy / name)
+    assert f"{said}, which is not supported yet" in error(copy, tmp_path)
+
+
+def test_a_yaml_of_another_version_under_this_name(copy, tmp_path):
+    replace(copy / "cosyvoice3.yaml", "CosyVoice3LM", "Qwen2LM")
+    assert "Qwen2LM, not a CosyVoice3LM" in error(copy, tmp_path)
+
+
+@pytest.mark.parametrize(
+    "name, said",
+    [
+        ("hift.pt", "lacks hift.pt"),
+        ("llm.pt", "lacks llm.pt"),
+        ("cosyvoice3.yaml", "no cosyvoice3.yaml"),
+        ("spk2info.pt", "nothing could speak"),
+        ("CosyVoice-BlankEN/config.json", "config.json is missing"),
+        ("CosyVoice-BlankEN/vocab.json", "no tokenizer"),
+        ("CosyVoice-BlankEN/merges.txt", "lacks merges.txt"),
+    ],
+)
+def test_missing_files(copy, tmp_path, name, said):
+    (copy / name).unlink()
+    assert said in error(copy, tmp_path)
+
+
+@pytest.mark.parametrize("name", ["llm.pt", "flow.pt", "hift.pt", "spk2info.pt"])
+@pytest.mark.parametrize("part", [0, 0.3, 0.99])
+def test_truncated_checkpoints(copy, tmp_path, name, part):
+    os.truncate(copy / name, int((copy / name).stat().st_size * part))
+    assert name in error(copy, tmp_path)
+
+
+@pytest.mark.parametrize("name", ["campplus.onnx", "speech_tokenizer_v3.onnx"])
+def test_truncated_onnx(copy, tmp_path, name):
+    folder, file = {"c": ("campplus", "campplus_tiny.onnx"), "s": ("s3_v3", "tokenizer_lookalike.onnx")}[name[0]]
+    data = (cosyvoice_golden(folder) / file).read_bytes()
+    for part in (0, 1000, len(data) // 2, len(data) - 10):
+        (copy / name).write_bytes(data[:part])
+        assert name in error(copy, tmp_path)
+
+
+@pytest.mark.parametrize(
+    "old, new, said",
+    [
+        ("speech_token_size: 99", "speech_token_size: 100", "flow.vocab_size differ: 100 and 99"),
+        ("vocab_size: 99", "vocab_size: 98", "differ"),
+        ("token_size: 99", "token_size: 98", "differ"),
+        ("dim: 128", "dim: 256", "flow.decoder.estimator.dim = 256, but flow.pt has 128"),
+        ("depth: 2", "depth: 3", "flow.decoder.estimator.depth = 3, but flow.pt has 2"),
+        ("heads: 2", "heads: 4", "heads * dim_head = 256, but flow.pt has 128"),
+        ("ff_mult: 2", "ff_mult: 4", "dim * ff_mult = 512, but flow.pt has 256"),
+        ("channels: 64\n        pre", "channels: 65\n        pre", "channels = 65, but flow.pt has 64"),
+        ("spk_embed_dim: 192", "spk_embed_dim: 256", "flow.spk_embed_dim = 256, but flow.pt has 192"),
+        ("base_channels: 64", "base_channels: 32", "hift.base_channels = 32, but hift.pt has 64"),
+        ("cond_channels: 32", "cond_channels: 16", "cond_channels = 16, but hift.pt has 32"),
+        ("sizes: [16, 11, 7]", "sizes: [16, 9, 7]", "upsample_kernel_sizes[1] = 9, but hift.pt has 11"),
+        ("conv_pre_look_right: 4", "conv_pre_look_right: 3", "conv_pre_look_right + 1 = 4, but hift.pt has 5"),
+        ("upsample_rates: [8, 5, 3]", "upsample_rates: [8, 15]", "hift.upsample_rates = 2, but hift.pt has 3"),
+        ("sizes: [3, 7, 11]\n    resblock", "sizes: [3, 7, 9]\n    resblock", "hift.pt: resblocks."),
+        ("llm_input_size: 128", "llm_input_size: 64", "hidden_size differ: 64 and 128"),
+        ("sample_rate: 24000", "sample_rate: 22050", "mel frames a second"),
+        ("hop_size: 480", "hop_size: 240", "mel frames a second"),
+        ("    vocab_size: 99\n", "", "vocab_size"),
+        ("sample_rate: 24000\n", "", "sample_rate"),
+        ("flow: !new:", "flou: !new:", "flow"),
+        ("istft_params:\n        n_fft: 16\n        hop_len: 4", "istft_params: 3", "another kind"),
+        ("depth: 2", "depth: two", "depth"),
+        ("sample_rate: 24000", "sample_rate: [", "valid YAML"),
+    ],
+)  # fmt: skip
+def test_a_yaml_with_other_numbers_than_the_weights(copy, tmp_path, old, new, said):
+    replace(copy / "cosyvoice3.yaml", old, new)
+    message = error(copy, tmp_path)
+    assert said in message and ("cosyvoice3.yaml" in message or "hift.pt" in message)
+
+
+def test_no_entry_of_the_yaml_can_crash_the_converter(copy, tmp_path):
+    """Whatever stands in any one place of the yaml, the outcome is a plan or a one-line error."""
+    path, outcomes = copy / "cosyvoice3.yaml", Counter()
+    lines = path.read_text().splitlines()
+    for i, line in enumerate(lines):
+        for value in ("", "0", "x", "[[1]]", "0.5"):
+            changed = [*lines[:i], f"{line.partition(':')[0]}: {value}", *lines[i + 1 :]]
+            path.write_text("\n".join(changed) + "\n")
+            try:
+                outcomes[convert(str(copy), str(tmp_path / "out"), dry_run=True).dry_run] += 1
+            except CosyH3Error as e:
+                assert "\n" not in str(e), e
+                outcomes["error"] += 1
+    assert outcomes[True] > 20 and outcomes["error"] > 150
+
+
+@pytest.mark.parametrize(
+    "key, value, said",
+    [
+        ("hidden_size", 64, "differ"),
+        ("vocab_size", 639, "vocab_size = 639, but llm.pt has 640"),
+        ("num_hidden_layers", 3, "num_hidden_layers = 3, but llm.pt has 2"),
+        ("intermediate_size", 128, "intermediate_size = 128, but llm.pt has 192"),
+        ("num_key_value_heads", 2, "= 128, but llm.pt has 64"),
+        ("hidden_act", "gelu", "hidden_act"),
+    ],
+)
+def test_a_qwen2_config_with_other_numbers_than_the_weights(copy, tmp_path, key, value, said):
+    path = copy / "CosyVoice-BlankEN" / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {key: value}))
+    assert said in error(copy, tmp_path)
+
+
+@pytest.mark.parametrize("file", ["llm.pt", "flow.pt", "hift.pt"])
+def test_tensors_that_are_missing_or_unknown(copy, tmp_path, file):
+    shapes = SHAPES[file](SIZES["small"])
+    bias = next(n for n in shapes if n.endswith("bias"))
+    write_torch(copy / file, {n: (n, s) for n, s in shapes.items() if n != bias})
+    assert f"{file} lacks" in error(copy, tmp_path)
+    write_torch(copy / file, {n: (n, s) for n, s in (shapes | {"more.weight": (3, 3)}).items()})
+    message = error(copy, tmp_path)
+    assert "'more.weight'" in message and file in message
+
+
+@pytest.mark.parametrize(
+    "change, said",
+    [
+        ({"embedding": None, "flow_embedding": None}, "needs an embedding"),
+        ({"flow_embedding": np.zeros((1, 100), np.float32)}, "embedding of 192 numbers"),
+        ({"flow_embedding": np.full((1, 192), np.nan, np.float32)}, "not finite"),
+        ({"flow_prompt_speech_token": np.array([[99]], np.int32)}, "speech tokens outside of 0 to 98"),
+        ({"prompt_text": np.array([[640]], np.int32)}, "text ids outside of 0 to 639"),
+        ({"prompt_speech_feat": None}, "only one of"),
+        ({"prompt_speech_feat": np.zeros((1, 60, 40), np.float32)}, "80 bins"),
+        ({"prompt_text": "text"}, "not a tensor"),
+    ],
+)
+def test_bad_voices(copy, tmp_path, change, said):
+    entry = {k: v for k, v in (voice(SIZES["small"]) | change).items() if v is not None}
+    write_torch(copy / "spk2info.pt", {"anna": entry})
+    message = error(copy, tmp_path)
+    assert said in message and "'anna'" in message and "spk2info.pt" in message
+
+
+@pytest.mark.parametrize(
+    "options, said",
+    [
+        ({"quantize": "int9"}, "not one of int8, 4, 8"),
+        ({"quantize": "hift=8"}, "'hift'"),
+        ({"quantize": "lm=8"}, "nearest known: 'llm'"),
+        ({"quantize": "llm=8,llm=4"}, "twice"),
+        ({"quantize": "8,4"}, "part=value"),
+        ({"dtype": "float16"}, "--store"),
+        ({"dtype": "float64"}, "not one of"),
+        ({"dtype": "campplus=bfloat16"}, "'campplus'"),
+        ({"store": "int8"}, "not one of"),
+        ({"heads": 4}, "--heads 4 goes with H3"),
+        ({"tokenizer": "none"}, "--tokenizer"),
+        ({"llm": "llm.rl.pt"}, "lacks llm.rl.pt"),
+        ({"revision": "main"}, "--revision"),
+        ({"campplus": "/no/such.onnx"}, "no such file"),
+    ],
+)
+def test_bad_options(source, tmp_path, options, said):
+    assert said in error(source, tmp_path, **options)
+
+
+def test_speech_options_of_an_h3_model(tmp_path):
+    assert "--store float16 goes with CosyVoice" in error(tmp_path / "none.pt", tmp_path, store="float16")
+
+
+def test_numbers_too_large_for_float16(copy, tmp_path):
+    shapes = SHAPES["hift.pt"](SIZES["small"])
+    big = {n: (n, s) for n, s in shapes.items()} | {"conv_post.bias": np.full(18, 1e6, np.float32)}
+    write_torch(copy / "hift.pt", big)
+    assert "beyond 65504" in error(copy, tmp_path, store="float16")
+
+
+def test_part_formats():
+    formats, dtypes = part_formats("bfloat16", None, "8")
+    assert dtypes == {"llm": "bfloat16", "flow": "bfloat16", "hift": "float32"}
+    assert {p: (f.dtype, f.quantize) for p, f in formats.items()} == {
+        "llm": ("bfloat16", "8"), "flow": ("bfloat16", "8"), "hift": ("float32", None),
+        "campplus": ("float32", None), "speech_tokenizer": ("float32", None),
+    }  # fmt: skip
+
+
+# The trained model
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """Converted as it is embedded: int8 linear layers, the rest stored float16."""
+    out = tmp_path_factory.mktemp("trained") / "out"
+    convert(str(large("checkpoints", "cosyvoice3-tiny")), str(out), quantize="int8", store="float16")
+    return out
+
+
+def test_the_trained_folder_is_exact_in_float32(tmp_path):
+    folder = large("checkpoints", "cosyvoice3-tiny")
+    convert(str(folder), str(tmp_path / "out"))
+    model = load(tmp_path / "out")
+    io = {n: t.numpy() for n, t in open_source(folder / "io.safetensors").tensors.items() if n.startswith("s0.")}
+    told = json.loads((folder / "io.json").read_text())
+    said = told["s0"]
+    v = model.find_voice(said["voice"])
+    nothing = mx.zeros((1, 0), dtype=mx.int32), mx.zeros((1, 0, 80))
+    mel = model.flow(mx.array(io["s0.tokens"].reshape(1, -1)), *nothing, v.arrays()[2])
+    assert np.abs(np.array(mel[0].T) - io["s0.mel"]).max() < 1e-3
+
+
+def test_the_embedded_form_is_small_and_close(trained):
+    checked = verify(trained, large("checkpoints", "cosyvoice3-tiny"))
+    assert checked.ok, checked.table()
+    errors = {s.name: s.error / s.peak for s in checked.stages}
+    assert errors["logits"] < 0.05 and errors["mel"] < 0.02 and errors["wav"] < 0.01
+    assert sum(f.stat().st_size for f in trained.rglob("*") if f.is_file()) < 18_000_000
+    assert set(load(trained).voices) == {"slt", "rms", "awb"}
+
+
+def test_what_is_found(tmp_path, source):
+    assert find_speech_model(str(tmp_path)) is None
+    assert find_speech_model(str(source))[0] == source
+    assert find_speech_model(str(source / "llm.pt")) is None
+    opened = open_speech(find_speech_model(str(source)))
+    assert opened.skipped["flow.pt"] == ["decoder.estimator.rotary_embed.inv_freq"]
+
+
+def test_a_hub_repo(source, tmp_path, monkeypatch):
+    """What is fetched is what is needed, and nothing of a repo of another version."""
+    fetched = []
+
+    def find_model(name, revision, patterns):
+        fetched.append((name, revision, patterns))
+        return source
+
+    monkeypatch.setattr(sys.modules["mlx_cosyh3.load"], "find_model", find_model)
+    names = [p.name for p in source.iterdir()]
+    monkeypatch.setattr("mlx_cosyh3.convert.cosyvoice.repo_files", lambda repo, revision: names)
+    report = convert("someone/voice", str(tmp_path / "out"), revision="v1", dry_run=True)
+    assert report.source == "someone/voice" and len(report.sizes) == 3
+    ((name, revision, patterns),) = fetched
+    assert (name, revision) == ("someone/voice", "v1")
+    assert {"llm.pt", "flow.pt", "hift.pt", "cosyvoice3.yaml", "campplus.onnx", "CosyVoice-BlankEN/vocab.json"} <= set(
+        patterns
+    )
+    assert not any("model.safetensors" in p or "*" in p for p in patterns)
+    names[:] = ["cosyvoice2.yaml", "llm.pt"]
+    assert "CosyVoice 2" in error("someone/voice", tmp_path) and len(fetched) == 1
+    monkeypatch.setattr("mlx_cosyh3.convert.cosyvoice.repo_files", lambda repo, revision: None)  # no network
+    assert convert("someone/voice", str(tmp_path / "out"), dry_run=True).source == "someone/voice"
+
+
+def test_a_yaml_alone_is_a_folder_that_lacks_the_rest(tmp_path):
+    (tmp_path / "cosyvoice3.yaml").write_text("a: 1\n")
+    with pytest.raises(CosyH3Error, match="lacks llm.pt, flow.pt, hift.pt"):
+        convert(str(tmp_path), str(tmp_path.parent / "nothing"))
