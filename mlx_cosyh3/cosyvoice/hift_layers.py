@@ -22,18 +22,20 @@ class Past:
         self._tails = {}  # id of a layer -> [B, n, C]
 
     def join(self, layer, x, left):
-        """Earlier inputs that the layer's next outputs need, then x; before the first input, `left` zeros."""
-        tail = self._tails.get(id(layer))
+        """Earlier inputs that the layer's next outputs need, then x; before the first input, `left` zeros. x may be
+        numpy's, always of the same kind."""
+        lib, tail = np if isinstance(x, np.ndarray) else mx, self._tails.get(id(layer))
         if tail is None:
-            tail = mx.zeros((x.shape[0], left, x.shape[2]), dtype=x.dtype)
-        x = mx.concatenate([tail, x], axis=1)
+            tail = lib.zeros((x.shape[0], left, x.shape[2]), dtype=x.dtype)
+        x = lib.concatenate([tail, x], axis=1)
         outputs = (x.shape[1] - layer.context - 1) // layer.stride + 1
         # A slice would keep all of x in memory; a sum is a copy.
         self._tails[id(layer)] = x[:, outputs * layer.stride :] + 0
         return x
 
     def arrays(self):
-        return list(self._tails.values())
+        """Those that MLX has to compute."""
+        return [a for a in self._tails.values() if isinstance(a, mx.array)]
 
 
 class PastConv1d(Conv1d):
