@@ -1,4 +1,4 @@
-# make demo: a model that comes with the package writes English here, with nothing to download but Python packages.
+# make demo: models that come with the package speak and write English here; nothing to download but Python packages.
 # make test: all tests. Both set up a virtual environment of their own first; PYTHON=python3.12 picks another Python.
 
 PYTHON ?= python3
@@ -18,16 +18,21 @@ else
 EXTRAS := test
 endif
 
+TEXT := Good morning. Your train leaves at nine from platform four.
 PROMPT := It was a dark and stormy night, and
 
 .PHONY: demo test clean
 
 demo: $(VENV)/.installed
+	@echo '$$ mlx_cosyh3 say "$(TEXT)" --seed 1 -o demo.wav --overwrite --stats'
+	@$(PRELOAD) MLX_DISABLE_COMPILE=1 $(BIN)/mlx_cosyh3 say '$(TEXT)' --seed 1 -o demo.wav --overwrite --stats
+	@echo
 	@echo '$$ mlx_cosyh3 generate "$(PROMPT)" --seed 1 --max-tokens 120'
 	@printf '%s' '$(PROMPT)'
 	@$(PRELOAD) MLX_DISABLE_COMPILE=1 $(BIN)/mlx_cosyh3 generate '$(PROMPT)' --seed 1 --max-tokens 120
 	@echo
 	@echo 'Talk to it:  $(BIN)/mlx_cosyh3 repl'
+	@echo 'Let it talk: $(BIN)/mlx_cosyh3 repl --model cosyvoice3-tiny'
 
 test: $(VENV)/.installed
 	$(PRELOAD) MLX_DISABLE_COMPILE=1 $(BIN)/python -m pytest -q $(ARGS)

@@ -1,4 +1,4 @@
-"""H3 language models in MLX: load, generate, stream_generate, batch_generate."""
+"""CosyVoice speech and H3 language models in MLX: load, generate, stream_generate, batch_generate, Voice."""
 
 from pathlib import Path
 
@@ -19,4 +19,12 @@ except ImportError:
     check_machine()  # says so where MLX is not made for this machine
     raise
 
-__all__ = ["load", "generate", "stream_generate", "batch_generate"]
+__all__ = ["load", "generate", "stream_generate", "batch_generate", "Voice"]
+
+
+def __getattr__(name):
+    if name == "Voice":  # imported when asked for: text needs no audio
+        from mlx_cosyh3.cosyvoice.voice import Voice
+
+        return Voice
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

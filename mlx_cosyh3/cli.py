@@ -182,7 +182,11 @@ def _options(args):
 
 
 def _load(args):
-    return mlx_cosyh3.load(args.model, revision=args.revision, kv_window=args.kv_window)
+    """The model of --model, which must be one that continues text."""
+    model = mlx_cosyh3.load(args.model, revision=args.revision, kv_window=args.kv_window)
+    if hasattr(model, "voices"):
+        raise CosyH3Error(f"{args.model} is a model that speaks, it does not continue text; use `mlx_cosyh3 say`")
+    return model
 
 
 # ---------------------------------------------------------------- text in
@@ -304,7 +308,7 @@ def _repl(args):
     given = {name: getattr(args, name) for name in own if getattr(args, name) is not None}
     title = args.model or "the small model of the package"
     if speaks:
-        repl.run(speech_cli.start_repl(_load(args), given, args), title)
+        repl.run(speech_cli.start_repl(args, given), title)
         return
     if "stop" in given:
         given["stop"] = tuple(unescape(text) for text in given["stop"])

@@ -139,7 +139,7 @@ def say(args, read_text):
     SpeechOptions(**options)  # bad options before a model is loaded
     if args.stream and args.causal:
         raise CosyH3Error("--causal goes without --stream, which always computes so: leave it out")
-    out = output(args.output or (None if args.play else "speech.wav"), args.overwrite or args.output is None)
+    out = output(args.output if args.output is not None or args.play else "speech.wav", args.overwrite or args.output is None)
     text = read_text(args)
     model = load_speaker(args)
     voice = find_voice(model, args.voice, args.voice_text)
@@ -246,7 +246,7 @@ def clone(args):
     if not recording.is_file():
         raise CosyH3Error(f"there is no recording {args.recording}")
     name = args.name or recording.stem
-    out = output(args.output or f"{name}.voice.safetensors", args.overwrite, (".safetensors",))
+    out = output(f"{name}.voice.safetensors" if args.output is None else args.output, args.overwrite, (".safetensors",))
     if out == "-":
         raise CosyH3Error(f"-o -: a voice goes to a file, such as {name}.voice.safetensors")
     voice = Voice.from_audio(load_speaker(args), recording, args.text, name=name, note=note)
@@ -271,7 +271,7 @@ def vc(args):
     from mlx_cosyh3.cosyvoice.speech import SpeechOptions
 
     SpeechOptions(steps=args.steps, speed=args.speed)  # bad options before a model is loaded
-    out = output(args.output or "converted.wav", args.overwrite or args.output is None)
+    out = output("converted.wav" if args.output is None else args.output, args.overwrite or args.output is None)
     source = Path(args.source).expanduser()
     if not source.is_file():
         raise CosyH3Error(f"there is no recording {args.source}")
@@ -299,9 +299,14 @@ def voices(args):
         note("this model holds no voices; make one from a recording: mlx_cosyh3 clone me.wav --text '...'")
 
 
-def start_repl(model, options, args):
-    """A SpeechRepl from the arguments of the `repl` command."""
+def start_repl(args, options):
+    """A SpeechRepl from the arguments of the `repl` command; `options` are those of `generate` that were given."""
+    from mlx_cosyh3.cosyvoice.speech import SpeechOptions
     from mlx_cosyh3.speech_repl import SpeechRepl
 
+    SpeechOptions(**options)  # bad options before a model is loaded
+    if args.kv_window is not None:
+        raise CosyH3Error("--kv-window goes with models that continue text; leave it out")
+    model = load_speaker(args)
     voice = find_voice(model, args.voice, args.voice_text)
     return SpeechRepl(model, options, args.out_dir or ".", voice, play=not args.no_play)

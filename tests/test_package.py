@@ -17,6 +17,7 @@ from mlx_cosyh3.convert import convert
 print(mlx_cosyh3.__file__, mlx_cosyh3.kernels.__file__, mlx_cosyh3.convert.__file__)
 assert callable(convert) and "kernels" not in __import__("sys").modules
 print(mlx_cosyh3.generate(mlx_cosyh3.load(), "It was", max_tokens=3, seed=1).text)
+print(mlx_cosyh3.generate(mlx_cosyh3.load("cosyvoice3-tiny"), "Yes.", seed=1).duration)
 """
 
 
@@ -45,6 +46,9 @@ def test_contents(wheel):
         "mlx_cosyh3/convert/torch_file.py",
         "mlx_cosyh3/models/h3-tiny/model.safetensors",
         "mlx_cosyh3/models/h3-tiny/README.md",
+        "mlx_cosyh3/cosyvoice/cosyvoice3.py",
+        "mlx_cosyh3/models/cosyvoice3-tiny/model.safetensors",
+        "mlx_cosyh3/models/cosyvoice3-tiny/voices/slt.safetensors",
     ):
         assert name in names
     assert not [n for n in names if n.split("/")[0] in ("kernels", "convert", "tests", "benchmarks")]

@@ -15,6 +15,8 @@ def times(steps):
 
     The cosine is rounded once, as torch's is and numpy's float32 one is not: DiT sees 1000 t as an angle, so the last bit
     of t shows in the mel."""
+    if steps < 1:
+        raise CosyH3Error(f"the flow cannot take {steps} steps: give at least 1")
     angles = np.linspace(0, 1, steps + 1, dtype=np.float32) * np.float32(0.5 * np.pi)
     grid = np.float32(1) - np.cos(angles.astype(np.float64)).astype(np.float32)
     t, out = grid[0], []
@@ -37,11 +39,19 @@ def euler(x, steps, velocity, guidance, on_step=None):
         v = velocity(mx.concatenate([x, x]), k)
         x = x + float(dt) * ((1 + guidance) * v[:1] - guidance * v[1:])
         finite.append(mx.isfinite(x).all())
-        mx.eval(x, finite[-1])
-        if on_step is not None:
-            on_step(k + 1)
+        mx.async_eval(x, finite[-1])
+        if k > 0:  # one step is computed while the next is set up: no more, so that memory stays flat
+            _wait(finite, k, on_step)
+    _wait(finite, steps, on_step)
     check_finite(finite, "flow")
     return x
+
+
+def _wait(finite, done, on_step):
+    """Until the first `done` steps are computed."""
+    mx.eval(finite[done - 1])
+    if on_step is not None:
+        on_step(done)
 
 
 def check_finite(flags, stage):

@@ -60,11 +60,11 @@ class Block(nn.Module):
         self._heads, self._dim_head = config.heads, config.dim_head
 
     def __call__(self, x, modulation, mask=None, cache=None):
-        """x [B, T, D], modulation [1, 6 D] -> [B, T, D]. `cache`: keys and values of earlier frames, moves on by T."""
-        shift, scale, gate, ff_shift, ff_scale, ff_gate = mx.split(modulation, 6, axis=-1)
-        x = x + gate * self.attention(norm(x) * (1 + scale) + shift, mask, cache)
-        h = self.ff_in(norm(x) * (1 + ff_scale) + ff_shift)
-        h = h * mx.sigmoid(1.5957691216057308 * (h + 0.044715 * (h * h * h)))  # GELU, its tanh form
+        """x [B, T, D], modulation: six [D] -> [B, T, D]. `cache`: keys and values of earlier frames, moves on by T."""
+        shift, scale, gate, ff_shift, ff_scale, ff_gate = modulation
+        x = x + gate * self.attention(norm(x, scale, shift), mask, cache)
+        h = self.ff_in(norm(x, ff_scale, ff_shift))
+        h = h * mx.sigmoid(h * (1.5957691216057308 + 0.07135481282553 * (h * h)))  # GELU, its tanh form
         return x + ff_gate * self.ff_out(h)
 
     def attention(self, x, mask, cache):
@@ -95,10 +95,16 @@ class DiT(nn.Module):
     def modulations(self, times):
         """What the times of all steps do to the layers, computed at once: the weights for it are a third of the model.
 
-        times float32 [S] -> one list a step: [1, 6 D] for each block, then [1, 2 D] for the end."""
+        times float32 [S] -> one list a step: for each block shift, scale and gate before the attention and before the
+        feed-forward layers, then scale and shift for the end, each [D]. 1 is added to the scales: both rows and all
+        frames share a time, so that scale and shift are the affine part of a layer norm."""
         e = silu(self.time_embedding(times))  # [S, D]
-        tables = [block.modulation(e) for block in self.blocks] + [self.modulation(e)]
-        return [[t[s : s + 1] for t in tables] for s in range(len(times))]
+        S, D = e.shape
+        block = mx.array([0, 1, 0, 0, 1, 0], dtype=e.dtype)[:, None]
+        end = mx.array([1, 0], dtype=e.dtype)[:, None]  # this order, other than in the blocks
+        tables = [b.modulation(e).reshape(S, 6, D) + block for b in self.blocks]
+        tables.append(self.modulation(e).reshape(S, 2, D) + end)
+        return [[list(t[s]) for t in tables] for s in range(S)]
 
     def time_embedding(self, times):
         """times float32 [S] -> [S, D]"""
@@ -120,8 +126,7 @@ class DiT(nn.Module):
         h = self.embed(inputs, state)
         for i, block in enumerate(self.blocks):
             h = block(h, modulations[i], mask, None if state is None else state.caches[i])
-        scale, shift = mx.split(modulations[-1], 2, axis=-1)  # this order, other than in the blocks
-        return self.proj_out(norm(h) * (1 + scale) + shift).astype(mx.float32)
+        return self.proj_out(norm(h, *modulations[-1])).astype(mx.float32)
 
     def embed(self, inputs, state=None):
         """[B, T, 320] -> [B, T, D]: the projection, and around it two causal convolutions."""
@@ -164,8 +169,8 @@ def chunk_mask(start, frames, chunk):
     return mx.array(np.arange(start + frames)[None] < ends[:, None])
 
 
-def norm(x):
-    return mx.fast.layer_norm(x, None, None, 1e-6)
+def norm(x, scale, shift):
+    return mx.fast.layer_norm(x, scale, shift, 1e-6)
 
 
 def silu(x):

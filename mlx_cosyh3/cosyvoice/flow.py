@@ -13,6 +13,7 @@ import numpy as np
 from mlx_cosyh3.cosyvoice import cfm, noise
 from mlx_cosyh3.cosyvoice.conv import Conv1d
 from mlx_cosyh3.cosyvoice.dit import DiT, DiTConfig, DiTState, quantizes  # noqa: F401 (part of this part's interface)
+from mlx_cosyh3.cosyvoice.qwen2 import CACHE_STEP
 from mlx_cosyh3.errors import CheckpointError, CosyH3Error, nearest
 
 MEL = 80
@@ -87,19 +88,25 @@ class Flow(nn.Module):
         tokens, prompt_tokens   int [1, T], [1, P];  prompt_mel [1, M, 80], most often M = 2 P;  embedding [1, 192]
         streaming   use the chunk mask, as chunk-wise generation does
         finalize    False: the last tokens are only looked ahead at
-        Raises CosyH3Error for tokens out of range, more than 300 s, or values that are not finite."""
+        steps       of the flow, at least 1
+        on_step     called with the number of steps done after each
+        Raises CosyH3Error for tokens out of range, 0 steps, more than 300 s, or values that are not finite."""
+        modulations = self.modulations(steps)
         x = self.embed(mx.concatenate([prompt_tokens, tokens], axis=1))  # [1, P + T, 80]
-        if finalize:
-            x, _ = self.pre_lookahead_layer(x)
-        else:
-            cut = x.shape[1] - self.look_ahead
-            x, _ = self.pre_lookahead_layer(x[:, :cut], x[:, cut:])
+        count = x.shape[1] if finalize else x.shape[1] - self.look_ahead
+        if count <= 0:
+            return mx.zeros((1, 0, MEL))
+        x, _ = self.pre_lookahead_layer(x[:, :count], x[:, count:])
         mu = mx.repeat(x, self._ratio, axis=1)  # [1, frames, 80]
         mask = self.dit.chunk_mask(0, mu.shape[1]) if streaming else None
-        mel = self.solve(mu, prompt_mel, self.speaker(embedding), steps, on_step=on_step, mask=mask)
+        mel = self.solve(mu, prompt_mel, self.speaker(embedding), modulations, on_step=on_step, mask=mask)
         return mel[:, prompt_mel.shape[1] :]
 
-    def solve(self, mu, prompt_mel, speaker, steps, *, on_step=None, mask=None, start=0, states=None):
+    def modulations(self, steps):
+        """What `solve` takes for so many steps."""
+        return self.dit.modulations(cfm.times(steps)[0])
+
+    def solve(self, mu, prompt_mel, speaker, modulations, *, on_step=None, mask=None, start=0, states=None):
         """Mel float32 [1, T, 80] of the frames from `start`, whose `mu` this is. `states`: one DiTState a step."""
         T, M = mu.shape[1], prompt_mel.shape[1]
         if start + T > noise.FRAMES:
@@ -113,16 +120,15 @@ class Flow(nn.Module):
         nothing = mx.zeros_like(mu)
         mu, cond = mx.concatenate([mu, nothing]), mx.concatenate([cond, nothing])  # row 1: without the conditions
         speaker = mx.concatenate([speaker, mx.zeros_like(speaker)])
-        modulations = self.dit.modulations(cfm.times(steps)[0])
 
         def velocity(x, k):
             v = self.dit(x, cond, mu, speaker, modulations[k], mask, None if states is None else states[k])
             if states is not None:
-                mx.eval(v, states[k].arrays())
+                mx.async_eval(v, states[k].arrays())  # lazy ones would keep the whole step alive
             return v
 
         x = mx.array(noise.cfm_noise(start + T)[:, start:])
-        return cfm.euler(x, steps, velocity, self._guidance, on_step)
+        return cfm.euler(x, len(modulations), velocity, self._guidance, on_step)
 
     def embed(self, tokens):
         """int [1, T] -> [1, T, 80]. Raises CosyH3Error for a token that is none."""
@@ -151,9 +157,11 @@ class FlowStream:
 
     def __init__(self, flow, prompt_tokens, prompt_mel, embedding, steps, budget):
         self.flow, self.steps, self.budget = flow, steps, budget
+        self.modulations = flow.modulations(steps)
+        mx.eval(self.modulations)
         self.prompt_mel, self.speaker = prompt_mel, flow.speaker(embedding)
         self.tokens = [int(t) for t in np.array(prompt_tokens)[0]]
-        self.mu = None  # [1, frames, 80]; what is computed from it is dropped, unless all may have to be computed anew
+        self.mu = None  # [1, frames, 80], of all tokens: small, and needed if all is to be computed anew
         self.looked = 0  # tokens that mu covers
         self.hidden = None
         self.done = 0  # frames, the prompt's included
@@ -175,16 +183,18 @@ class FlowStream:
         ready = total if last else total // flow._chunk * flow._chunk
         if ready <= self.done:
             return mx.zeros((1, 0, MEL))
-        if self.states is not None and ready * self.bytes_per_frame > self.budget:
+        room = -(-ready // CACHE_STEP) * CACHE_STEP
+        if self.states is not None and room * self.bytes_per_frame > self.budget:
             self.states = None
         if self.states is None:
             mask = flow.dit.chunk_mask(0, ready)
-            mel = flow.solve(self.mu[:, :ready], self.prompt_mel, self.speaker, self.steps, mask=mask)[:, self.done :]
+            mel = flow.solve(self.mu[:, :ready], self.prompt_mel, self.speaker, self.modulations, mask=mask)
+            mel = mel[:, self.done :]
         else:
             start = self.done
             mask = flow.dit.chunk_mask(start, ready - start)
-            mel = flow.solve(self.mu[:, start:ready], self.prompt_mel, self.speaker, self.steps, mask=mask, start=start,
-                             states=self.states)  # fmt: skip
+            mel = flow.solve(self.mu[:, start:ready], self.prompt_mel, self.speaker, self.modulations, mask=mask,
+                             start=start, states=self.states)  # fmt: skip
         before, self.done = self.done, ready
         mel = mel[:, max(0, self.prompt_mel.shape[1] - before) :]
         self.frames += mel.shape[1]
@@ -206,11 +216,12 @@ class FlowStream:
 
 
 def default_budget():
-    """A quarter of what the GPU may use, else 2 GB."""
+    """Bytes: a quarter of what the GPU may use, else 2 GB."""
     if not mx.is_available(mx.gpu):
         return 2e9
-    info = mx.device_info()
-    return (info.get("max_recommended_working_set_size") or info.get("memory_size") or 8e9) / 4
+    info = mx.device_info(mx.gpu)  # Metal names the first two, CUDA the last
+    names = ("max_recommended_working_set_size", "memory_size", "total_memory")
+    return next((info[n] for n in names if info.get(n)), 8e9) / 4
 
 
 RENAMED = {
