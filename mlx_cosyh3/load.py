@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import mlx.core as mx
+import numpy as np
 from mlx.utils import tree_flatten
 
 from mlx_cosyh3.errors import CheckpointError, CosyH3Error, nearest
@@ -32,6 +33,12 @@ def load(path_or_repo=None, *, revision=None, kv_window=None):
         raise CosyH3Error(f"kv_window must be a whole number of tokens from 1, not {kv_window!r}")
     folder = find_model(path_or_repo, revision)
     config = read_config(folder)
+    given = None
+    if "hifigan" in config:  # CosyVoice 3 as mlx-audio writes it
+        from mlx_cosyh3.convert.cosyvoice_mlx import from_mlx_layout
+
+        config, given = from_mlx_layout(folder)
+        given = {name: mx.array(np.ascontiguousarray(a)) for name, a in given.items()}
     module = importlib.import_module(FAMILIES[config["model_type"]])
     if config["model_type"] == "h3":
         model = module.build(config, kv_window=kv_window)
@@ -39,8 +46,8 @@ def load(path_or_repo=None, *, revision=None, kv_window=None):
         raise CosyH3Error(f"kv_window={kv_window} goes with H3 models; {folder} is a {config['model_type']} model: leave it out")
     else:
         model = module.build(config)
-    weights = {}
-    for file in sorted(folder.glob("model*.safetensors")):
+    weights = given or {}
+    for file in [] if given else sorted(folder.glob("model*.safetensors")):
         try:
             weights.update(mx.load(str(file)))
         except RuntimeError as e:

@@ -247,3 +247,15 @@ def test_their_speech_tokenizer(tmp_path):
     expected = s3tokenizer.sanitize(upstream)
     assert config["n_state"] == 128 and weights.keys() == expected.keys()
     assert all(np.array_equal(weights[n], a) for n, a in expected.items())
+
+
+@pytest.mark.parametrize("bits", [None, 8, 4])
+def test_loads_without_conversion(source, tmp_path, bits):
+    from mlx_cosyh3 import load
+
+    model = load(write_ours(source, tmp_path / "layout", bits))
+    kinds = {type(m).__name__ for n, m in model.llm.named_modules() if n.endswith("q_proj")}
+    assert kinds == {"QuantizedLinear" if bits else "Linear"}
+    tokens = mx.array([[1, 2, 3, 4]])
+    mel = model.flow(tokens, tokens[:, :0], mx.zeros((1, 0, 80)), mx.ones((1, 192)), steps=1)
+    assert model.hift(mel).shape == (1, 8 * 480)

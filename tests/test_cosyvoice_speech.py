@@ -256,6 +256,9 @@ def test_long_silences_are_cut(model, monkeypatch):
     class Run(list):
         finish_reason = "stop"
 
+        def close(self):
+            pass
+
     monkeypatch.setattr(SpeechLM, "generate", lambda *given: Run(tokens))
     assert generate(model, TEXT).tokens == kept
     stream = stream_generate(model, TEXT)

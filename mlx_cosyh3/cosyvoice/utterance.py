@@ -160,15 +160,15 @@ class Utterance:
         key = sampling.row_keys(o.seed, 1)[0]
         lm = LMOptions(temperature=o.temperature, top_p=o.top_p, top_k=o.top_k, win_size=o.win_size, tau_r=o.tau_r)
         if self.segments is None:
-            run = self._bistream(lm, key)
-            yield work(self._counted(run))
-            self._ended(run, "the text")
+            with contextlib.closing(self._bistream(lm, key)) as run:  # closed, it lets its cache go at once
+                yield work(self._counted(run))
+                self._ended(run, "the text")
             return
         for s in self.segments:
             key, now = mx.random.split(key)
-            run = self.model.llm.generate(s.text_ids, s.prompt_ids, s.prompt_speech, lm, now)
-            yield self._seams(work(self._counted(run)), len(self.segments) > 1, o.pause)
-            self._ended(run, repr(s.text if len(s.text) < 50 else s.text[:47] + "..."))
+            with contextlib.closing(self.model.llm.generate(s.text_ids, s.prompt_ids, s.prompt_speech, lm, now)) as run:
+                yield self._seams(work(self._counted(run)), len(self.segments) > 1, o.pause)
+                self._ended(run, repr(s.text if len(s.text) < 50 else s.text[:47] + "..."))
             if self._full():
                 return
 
