@@ -66,7 +66,9 @@ def load_speaker(args):
     """The model of --model, which must be one that speaks."""
     model = mlx_cosyh3.load(args.model, revision=args.revision)
     if not hasattr(model, "voices"):
-        raise CosyH3Error(f"{args.model} is no CosyVoice model, it cannot speak; `mlx_cosyh3 generate` continues text with it")
+        raise CosyH3Error(
+            f"{args.model} is no CosyVoice model, it cannot speak; `mlx_cosyh3 generate` continues text with it"
+        )
     return model
 
 
@@ -81,7 +83,9 @@ def find_voice(model, name, transcript, note=note):
     path = Path(name).expanduser()
     if path.suffix == ".safetensors":
         if transcript is not None:
-            raise CosyH3Error(f"--voice-text goes with a recording; {name} is a voice file that holds its own transcript")
+            raise CosyH3Error(
+                f"--voice-text goes with a recording; {name} is a voice file that holds its own transcript"
+            )
         return Voice.load(path)
     if path.exists():
         return Voice.from_audio(model, path, transcript, name=path.stem, note=note)
@@ -96,14 +100,24 @@ class Progress:
     def __init__(self, err=None):
         self.err = err or sys.stderr
         self.terminal, self.stage, self.shown = self.err.isatty(), None, 0.0
-        self.names = {"llm": "speech tokens", "flow": "flow", "vocoder": "vocoder", "speech_tokenizer": "speech tokenizer"}
+        self.names = {
+            "llm": "speech tokens",
+            "flow": "flow",
+            "vocoder": "vocoder",
+            "speech_tokenizer": "speech tokenizer",
+        }
 
     def __call__(self, stage, done, all):
         now = time.monotonic()
         if not self.terminal or (stage == self.stage and now - self.shown < 0.1 and done != all):
             return
         self.stage, self.shown = stage, now
-        print(f"\r\x1b[K{self.names.get(stage, stage)} {done}{f'/{all}' if all else ''}", end="", file=self.err, flush=True)
+        print(
+            f"\r\x1b[K{self.names.get(stage, stage)} {done}{f'/{all}' if all else ''}",
+            end="",
+            file=self.err,
+            flush=True,
+        )
 
     def clear(self):
         if self.terminal and self.stage is not None:
@@ -139,7 +153,9 @@ def say(args, read_text):
     SpeechOptions(**options)  # bad options before a model is loaded
     if args.stream and args.causal:
         raise CosyH3Error("--causal goes without --stream, which always computes so: leave it out")
-    out = output(args.output if args.output is not None or args.play else "speech.wav", args.overwrite or args.output is None)
+    out = output(
+        args.output if args.output is not None or args.play else "speech.wav", args.overwrite or args.output is None
+    )
     text = read_text(args)
     model = load_speaker(args)
     voice = find_voice(model, args.voice, args.voice_text)
@@ -233,7 +249,9 @@ def stats_line(result, seed=None):
 def add_clone(parser):
     parser.add_argument("recording", help="a recording of the voice: 3 to 30 s, one speaker, 16 kHz or more")
     parser.add_argument("--text", metavar="TEXT", help="what is said in it, word for word: makes a better copy")
-    parser.add_argument("-o", "--output", metavar="F", help="voice file to write (default: NAME.voice.safetensors beside you)")
+    parser.add_argument(
+        "-o", "--output", metavar="F", help="voice file to write (default: NAME.voice.safetensors beside you)"
+    )
     parser.add_argument("--name", help="name of the voice (default: that of the recording)")
     parser.add_argument("--overwrite", action="store_true", help="replace a file that is there already")
     add_model(parser)
@@ -260,7 +278,9 @@ def add_vc(parser):
     parser.add_argument("source", help="the recording that says what is to be said")
     add_model(parser)
     add_voice(parser)
-    parser.add_argument("-o", "--output", metavar="F", help="audio file to write; '-' writes a wav to stdout (converted.wav)")
+    parser.add_argument(
+        "-o", "--output", metavar="F", help="audio file to write; '-' writes a wav to stdout (converted.wav)"
+    )
     parser.add_argument("--overwrite", action="store_true", help="replace a file that is there already")
     parser.add_argument("--speed", type=float, default=1.0, metavar="X", help="tempo, 0.5 to 2 (1.0)")
     parser.add_argument("--steps", type=int, default=10, metavar="N", help="steps of the flow (10)")
@@ -293,7 +313,9 @@ def voices(args):
     model = load_speaker(args)
     for name, voice in model.voices.items():
         prompt = f"{voice.seconds:.1f} s recording" if voice.has_prompt else "speaker embedding alone"
-        known = voice.transcript or ("transcript stored as tokens" if voice.transcript_ids is not None else "no transcript")
+        known = voice.transcript or (
+            "transcript stored as tokens" if voice.transcript_ids is not None else "no transcript"
+        )
         print(f"{name}\t{prompt}\t{known if voice.has_prompt else '-'}")
     if not model.voices:
         note("this model holds no voices; make one from a recording: mlx_cosyh3 clone me.wav --text '...'")

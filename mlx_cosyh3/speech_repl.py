@@ -89,14 +89,18 @@ class SpeechRepl(Shell):
 
     def next_file(self):
         """The first name of speech-001.wav, speech-002.wav ... after all that are there."""
-        used = [int(n) for file in self.folder.glob("speech-*.wav") if (n := file.stem.removeprefix("speech-")).isdigit()]
+        used = [
+            int(n) for file in self.folder.glob("speech-*.wav") if (n := file.stem.removeprefix("speech-")).isdigit()
+        ]
         return self.folder / f"speech-{max(used, default=0) + 1:03d}.wav"
 
     # Commands
 
     def set_voice(self, rest):
         if not rest:
-            now = self.voice.name if isinstance(self.voice, Voice) else self.voice or next(iter(self.model.voices), None)
+            now = (
+                self.voice.name if isinstance(self.voice, Voice) else self.voice or next(iter(self.model.voices), None)
+            )
             if isinstance(self.voice, Voice):
                 self.say(f"* {now} (from a file)")
             for name in self.model.voices:
@@ -107,7 +111,7 @@ class SpeechRepl(Shell):
         self.say(f"voice = {name}")
 
     def name_and_words(self, rest):
-        """"FILE words" -> (FILE, words or None); blanks in the name of a file that exists are part of it."""
+        """ "FILE words" -> (FILE, words or None); blanks in the name of a file that exists are part of it."""
         words = rest.split(" ")
         for n in range(len(words), 0, -1):
             name = " ".join(words[:n])

@@ -128,7 +128,7 @@ def test_what_the_network_takes_and_gives(golden, watched):
         close(spks[:, None], io["nostream_final.spks"][:, :, None], 1e-4)
         close(x, io[f"nostream_final.step{step}.x"], 1e-4)
         close(v, io[f"nostream_final.step{step}.v"], 1e-4)
-    assert mx.array_equal(io["nostream_final.mask"], mx.ones((2, 1, 206)))  # upstream masks nothing, and we have no mask
+    assert mx.array_equal(io["nostream_final.mask"], mx.ones((2, 1, 206)))  # upstream masks nothing, we have none
     np.testing.assert_allclose(noise.cfm_noise(206)[0].T, np.array(io["in.rand_noise"])[0], atol=1e-6)
 
 
@@ -185,13 +185,16 @@ def test_past_the_budget_nothing_is_kept(tiny):
 
 
 def test_full_size_takes_so_many_bytes_a_frame():
-    config = {"vocab_size": 6561, "dit": {"dim": 1024, "depth": 22, "heads": 16}, "pre_lookahead_layer": {"channels": 1024}}
+    config = TINY | {"dit": {"dim": 1024, "depth": 22, "heads": 16}}
     stream = FlowStream.__new__(FlowStream)  # its weights stay lazy: nothing of the 1.3 GB is made
     stream.flow, stream.steps = Flow(FlowConfig.from_dict(config)), 10
     assert stream.bytes_per_frame == 2 * 2 * 10 * 22 * 1024 * 4  # k and v, two rows, steps, layers, width, fp32: 3.6 MB
 
 
-@pytest.mark.parametrize("info", [{"max_recommended_working_set_size": 12e9, "memory_size": 16e9}, {"total_memory": 140e9}, {}])
+METAL = {"max_recommended_working_set_size": 12e9, "memory_size": 16e9}
+
+
+@pytest.mark.parametrize("info", [METAL, {"total_memory": 140e9}, {}])
 def test_default_budget_knows_both_kinds_of_gpu(monkeypatch, info):
     monkeypatch.setattr(mx, "is_available", lambda device: True)
     monkeypatch.setattr(mx, "device_info", lambda device=None: info)

@@ -41,7 +41,9 @@ def calls(monkeypatch):
         return generate_ids(self, text_ids, prompt_ids, prompt_speech, options, key)
 
     def spy_flow(self, tokens, prompt_tokens, prompt_mel, embedding, **options):
-        seen["flow"].append((tokens.shape[1], prompt_tokens.shape[1], prompt_mel.shape[1], np.array(embedding[0]), options))
+        seen["flow"].append(
+            (tokens.shape[1], prompt_tokens.shape[1], prompt_mel.shape[1], np.array(embedding[0]), options)
+        )
         return flow(self, tokens, prompt_tokens, prompt_mel, embedding, **options)
 
     monkeypatch.setattr(SpeechLM, "generate", spy_llm)
@@ -69,7 +71,9 @@ MODES = [  # voice, options; the mode, the prompt's text, the text, whether the 
 
 @pytest.mark.parametrize("voice, options, mode, prompt, text, llm_speech, flow_speech", MODES)
 def test_the_mode_follows_from_the_arguments(model, calls, voice, options, mode, prompt, text, llm_speech, flow_speech):
-    given = {"prompted": small_voice(), "untold": small_voice(transcript=None), "plain": small_voice(tokens=0)}.get(voice, voice)
+    given = {"prompted": small_voice(), "untold": small_voice(transcript=None), "plain": small_voice(tokens=0)}.get(
+        voice, voice
+    )
     held = given if not isinstance(given, str) and given else model.voices[given or "anna"]
     result = generate(model, TEXT, voice=given, seed=1, note=lambda text: None, **options)
     assert result.mode == mode and result.finish_reason == "stop" and result.segments == [TEXT]
@@ -122,12 +126,22 @@ def test_what_does_not_go_together(model, voice, options, words):
 @pytest.mark.parametrize(
     "option, bad",
     [
-        ("steps", [0, -1, 1.5, None, True, "3"]), ("speed", [0, 10, 0.49, 2.01, float("nan"), "fast", None]),
-        ("chunk_tokens", [0, -5, 2.5]), ("max_chunk_tokens", [0, 24]), ("temperature", [-1, float("inf"), "hot"]),
-        ("top_k", [-1, 0.5]), ("top_p", [0, 1.1]), ("win_size", [-1, 1.5]), ("tau_r", [-0.1, 2]), ("seed", [-1, 1.5, 2**64]),
-        ("max_seconds", [0, -1, "x"]), ("pause", [-1, 11]), ("language", ["de", "english"]), ("mode", ["x", 3]),
+        ("steps", [0, -1, 1.5, None, True, "3"]),
+        ("speed", [0, 10, 0.49, 2.01, float("nan"), "fast", None]),
+        ("chunk_tokens", [0, -5, 2.5]),
+        ("max_chunk_tokens", [0, 24]),
+        ("temperature", [-1, float("inf"), "hot"]),
+        ("top_k", [-1, 0.5]),
+        ("top_p", [0, 1.1]),
+        ("win_size", [-1, 1.5]),
+        ("tau_r", [-0.1, 2]),
+        ("seed", [-1, 1.5, 2**64]),
+        ("max_seconds", [0, -1, "x"]),
+        ("pause", [-1, 11]),
+        ("language", ["de", "english"]),
+        ("mode", ["x", 3]),
     ],
-)  # fmt: skip
+)
 def test_an_option_out_of_range_is_one_line_that_names_it(model, option, bad):
     for value, way in itertools.product(bad, (generate, stream_generate)):
         with pytest.raises(CosyH3Error) as e:
@@ -143,7 +157,9 @@ def test_an_unknown_option_is_a_type_error_that_suggests_one(model, way):
         way(model, TEXT, max_tokens=5)
 
 
-@pytest.mark.parametrize("text", ["", "   ", "\n", "...", "?!", "，。", "<|endofprompt|>", "<|endofprompt|> ...", None, 5, b"x", ["a"]])
+@pytest.mark.parametrize(
+    "text", ["", "   ", "\n", "...", "?!", "，。", "<|endofprompt|>", "<|endofprompt|> ...", None, 5, b"x", ["a"]]
+)
 def test_nothing_to_speak_is_an_error(model, text):
     with pytest.raises(CosyH3Error, match="text") as e:
         generate(model, text)
@@ -156,7 +172,9 @@ def test_nothing_to_speak_in_pieces_is_an_error(model, texts):
         list(stream_generate(model, texts))
 
 
-@pytest.mark.parametrize("texts, words", [([1], "must be strings"), (b"xy", "must be strings"), (["a <|endofprompt|> b"], "instruct")])
+@pytest.mark.parametrize(
+    "texts, words", [([1], "must be strings"), (b"xy", "must be strings"), (["a <|endofprompt|> b"], "instruct")]
+)
 def test_pieces_that_cannot_be_spoken(model, texts, words):
     with pytest.raises(CosyH3Error, match=words):
         list(stream_generate(model, texts))
@@ -268,7 +286,10 @@ def test_long_silences_are_cut(model, monkeypatch):
 # ---------------------------------------------------------------- numbers that are not finite
 
 
-@pytest.mark.parametrize("stage, weight", [("speech language model", "llm.llm_decoder"), ("flow", "flow.dit.proj_out"), ("vocoder", "hift.conv_post")])
+@pytest.mark.parametrize(
+    "stage, weight",
+    [("speech language model", "llm.llm_decoder"), ("flow", "flow.dit.proj_out"), ("vocoder", "hift.conv_post")],
+)
 def test_weights_that_are_not_finite_name_the_stage(folder, stage, weight):
     model = load(folder)
     module = model

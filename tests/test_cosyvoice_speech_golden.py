@@ -93,7 +93,9 @@ def draw_as_recorded(monkeypatch, trained):
     def use(name):
         draws = RecordedDraws.start(trained[1][f"{name}.u"])
         monkeypatch.setattr(
-            llm.SpeechLM, "generate", lambda self, text, prompt, speech, options, key: made(self, text, prompt, speech, options, draws)
+            llm.SpeechLM,
+            "generate",
+            lambda self, text, prompt, speech, options, key: made(self, text, prompt, speech, options, draws),
         )
 
     return use
@@ -127,7 +129,9 @@ def test_the_trained_model_goes_on_from_a_stored_prompt(trained):
     """Zero-shot with the transcript that is stored as ids; all three voices."""
     model = trained[0]
     for name, voice in model.voices.items():
-        result = generate(model, "The birch canoe slid on the smooth planks.", voice=voice, seed=1, note=lambda text: None)
+        result = generate(
+            model, "The birch canoe slid on the smooth planks.", voice=voice, seed=1, note=lambda text: None
+        )
         assert result.mode == "zero_shot" and result.finish_reason == "stop" and 1.5 < result.duration < 5, name
 
 

@@ -37,14 +37,21 @@ def long_seed(model, text=TEXT, **options):
     return next(s for s in range(50) if len(generate(model, text, seed=s, **options).tokens) >= 40)
 
 
-VOICES = {"embedding": "anna", "prompt": small_voice(), "odd prompt": small_voice(tokens=13), "no transcript": small_voice(transcript=None)}
+VOICES = {
+    "embedding": "anna",
+    "prompt": small_voice(),
+    "odd prompt": small_voice(tokens=13),
+    "no transcript": small_voice(transcript=None),
+}
 
 
 # ---------------------------------------------------------------- equal to what is made at once
 
 
 @pytest.mark.parametrize("voice", VOICES)
-@pytest.mark.parametrize("sizes", [{}, CHUNKS, dict(chunk_tokens=3, max_chunk_tokens=3), dict(chunk_tokens=7, max_chunk_tokens=100)])
+@pytest.mark.parametrize(
+    "sizes", [{}, CHUNKS, dict(chunk_tokens=3, max_chunk_tokens=3), dict(chunk_tokens=7, max_chunk_tokens=100)]
+)
 def test_the_stream_equals_offline_with_the_chunk_mask(model, voice, sizes):
     options = {"voice": VOICES[voice], "seed": long_seed(model, voice=VOICES[voice])}
     at_once = generate(model, TEXT, causal=True, **options)
@@ -151,7 +158,10 @@ def test_the_limit_holds_over_all_segments(model):
 @pytest.mark.parametrize("voice, mode", [("anna", "sft"), ("prompt", "zero_shot"), ("no transcript", "cross_lingual")])
 def test_text_in_pieces_is_spoken(model, voice, mode):
     options = dict(voice=VOICES.get(voice, voice), seed=1, note=lambda text: None, **CHUNKS)
-    results = [chunks(model, iter(cut), **options)[1] for cut in ([*"The cat sat on the mat."], ["The cat sat", " on the mat."])]
+    results = [
+        chunks(model, iter(cut), **options)[1]
+        for cut in ([*"The cat sat on the mat."], ["The cat sat", " on the mat."])
+    ]
     assert results[0].mode == mode and results[0].tokens == results[1].tokens and results[0].duration > 0.5
     np.testing.assert_array_equal(results[0].audio, results[1].audio)
 
@@ -176,7 +186,9 @@ def test_speech_begins_before_the_text_has_ended(model):
 
 
 def test_an_instruction_goes_with_text_in_pieces(model):
-    _, result = chunks(model, iter(["The cat ", "sat."]), voice="clara", instruct="Speak fast.", seed=1, note=lambda text: None)
+    _, result = chunks(
+        model, iter(["The cat ", "sat."]), voice="clara", instruct="Speak fast.", seed=1, note=lambda text: None
+    )
     assert result.mode == "instruct" and result.duration > 0
 
 
@@ -217,7 +229,11 @@ def test_closing_keeps_the_audio_made_so_far(model):
 def test_closing_before_the_first_chunk(model):
     stream = stream_generate(model, TEXT)
     stream.close()
-    assert stream.result.finish_reason == "cancelled" and len(stream.result.audio) == 0 and stream.result.rtf == float("inf")
+    assert (
+        stream.result.finish_reason == "cancelled"
+        and len(stream.result.audio) == 0
+        and stream.result.rtf == float("inf")
+    )
 
 
 def test_closing_does_not_wait_for_a_stage_to_end(model):

@@ -99,7 +99,9 @@ def test_a_wav_on_stdout(voice_folder, speaker, here):
 
 
 def test_every_option_reaches_the_model(say, speaker, here):
-    options = dict(seed=3, temperature=0.8, top_k=20, top_p=0.9, win_size=5, tau_r=0.3, speed=1.3, steps=4, instruct="Loud.")
+    options = dict(
+        seed=3, temperature=0.8, top_k=20, top_p=0.9, win_size=5, tau_r=0.3, speed=1.3, steps=4, instruct="Loud."
+    )
     words = [w for name, value in options.items() for w in ("--" + name.replace("_", "-"), value)]
     want = generate(speaker, TEXT, voice="bert", **options)
     assert say(TEXT, "--voice", "bert", *words)[0] == 0
@@ -117,7 +119,16 @@ def test_streamed(say, speaker, here):
     assert (status, out) == (0, "speech.wav\n")
     want = generate(speaker, TEXT, seed=1, causal=True).audio
     assert np.abs(read("speech.wav") - want).max() < 1e-3
-    for word in ("s of audio, sft", "llm", "flow", "vocoder", "first audio", "real-time factor", "peak memory", "seed 1"):
+    for word in (
+        "s of audio, sft",
+        "llm",
+        "flow",
+        "vocoder",
+        "first audio",
+        "real-time factor",
+        "peak memory",
+        "seed 1",
+    ):
         assert word in err
 
 
@@ -132,7 +143,9 @@ def test_voices_from_files(say, speaker, here, recording):
     assert same(read("speech.wav"), generate(speaker, TEXT, seed=1, voice=small_voice("me")))
     for given, text in ((["--voice-text", "the cat"], "the cat"), ([], None)):
         assert say(TEXT, "--seed", 1, "--voice", recording, *given)[0] == 0
-        assert same(read("speech.wav"), generate(speaker, TEXT, seed=1, voice=Voice.from_audio(speaker, recording, text)))
+        assert same(
+            read("speech.wav"), generate(speaker, TEXT, seed=1, voice=Voice.from_audio(speaker, recording, text))
+        )
 
 
 class Played:
@@ -163,7 +176,10 @@ def test_played(say, speaker, here, monkeypatch):
     np.testing.assert_array_equal(np.concatenate(Played.pieces), want.audio)
     monkeypatch.setattr(Played, "broken", True)
     status, out, err = say(TEXT, "--seed", 1, "--play", "-o", "a.wav")
-    assert (status, out) == (0, "a.wav\n") and err == "note: the sound device failed: unplugged; the rest is not played\n"
+    assert (status, out) == (
+        0,
+        "a.wav\n",
+    ) and err == "note: the sound device failed: unplugged; the rest is not played\n"
     assert same(read("a.wav"), want)
 
 
@@ -178,22 +194,36 @@ def test_nothing_to_play_with(say, here, monkeypatch):
 @pytest.mark.parametrize(
     "words, said",
     [
-        ([""], "text is empty"), (["   "], "text is empty"), (["..."], "nothing to speak"), (["-"], "text is empty"),
-        ([TEXT, "--steps", 0], "steps must be a whole number from 1"), ([TEXT, "--speed", 0], "speed must be from 0.5"),
-        ([TEXT, "--speed", 10], "speed must be from 0.5"), ([TEXT, "--chunk-tokens", 0], "chunk_tokens must be"),
-        ([TEXT, "--temperature", -1], "temperature"), ([TEXT, "--seed", -1], "seed"), ([TEXT, "--max-seconds", 0], "max_seconds"),
-        ([TEXT, "--speed", "fast"], "--speed: invalid float value"), ([TEXT, "--sped", 1], "--sped, nearest known: '--speed'"),
+        ([""], "text is empty"),
+        (["   "], "text is empty"),
+        (["..."], "nothing to speak"),
+        (["-"], "text is empty"),
+        ([TEXT, "--steps", 0], "steps must be a whole number from 1"),
+        ([TEXT, "--speed", 0], "speed must be from 0.5"),
+        ([TEXT, "--speed", 10], "speed must be from 0.5"),
+        ([TEXT, "--chunk-tokens", 0], "chunk_tokens must be"),
+        ([TEXT, "--temperature", -1], "temperature"),
+        ([TEXT, "--seed", -1], "seed"),
+        ([TEXT, "--max-seconds", 0], "max_seconds"),
+        ([TEXT, "--speed", "fast"], "--speed: invalid float value"),
+        ([TEXT, "--sped", 1], "--sped, nearest known: '--speed'"),
         ([TEXT, "--voice", "ana"], "no voice 'ana' (it has: anna, bert, clara), nearest known: 'anna'"),
         ([TEXT, "--voice", "no/such.wav"], "no voice file or recording no/such.wav"),
         ([TEXT, "--voice", "none.safetensors"], "no voice file none.safetensors"),
         ([TEXT, "--voice", "anna", "--voice-text", "x"], "--voice-text goes with a recording"),
-        ([TEXT, "--mode", "zero_shot"], "needs a voice made from a recording"), ([TEXT, "--mode", "zeroshot"], "nearest known: 'zero_shot'"),
-        ([TEXT, "--stream", "--causal"], "leave it out"), ([TEXT, "--file", "x"], "one text"), (["--file", "none"], "none: No such file"),
-        ([TEXT, "-o", "no/such/a.wav"], "there is no folder no/such"), ([TEXT, "-o", ".."], "is a folder"),
-        ([TEXT, "-o", "a.mp3"], "must end in .wav or .flac"), ([TEXT, "-o", "a"], "must end in .wav or .flac"),
-        ([TEXT, "-o", "/proc/a.wav"], "cannot write /proc/a.wav"), ([TEXT, "-o", ""], "is a folder"),
+        ([TEXT, "--mode", "zero_shot"], "needs a voice made from a recording"),
+        ([TEXT, "--mode", "zeroshot"], "nearest known: 'zero_shot'"),
+        ([TEXT, "--stream", "--causal"], "leave it out"),
+        ([TEXT, "--file", "x"], "one text"),
+        (["--file", "none"], "none: No such file"),
+        ([TEXT, "-o", "no/such/a.wav"], "there is no folder no/such"),
+        ([TEXT, "-o", ".."], "is a folder"),
+        ([TEXT, "-o", "a.mp3"], "must end in .wav or .flac"),
+        ([TEXT, "-o", "a"], "must end in .wav or .flac"),
+        ([TEXT, "-o", "/proc/a.wav"], "cannot write /proc/a.wav"),
+        ([TEXT, "-o", ""], "is a folder"),
     ],
-)  # fmt: skip
+)
 def test_bad_input_is_one_line_and_writes_nothing(say, here, words, said):
     line = one_line(say(*words, stdin=b" \n" if words == ["-"] else None))
     assert said in line and os.listdir() == []
@@ -280,11 +310,20 @@ def test_clone_and_speak(run, voice_folder, speaker, here, recording):  # noqa: 
 
 @pytest.mark.parametrize(
     "samples, rate, said",
-    [(np.zeros(0), 24000, "0 samples"), (np.ones(2400), 24000, "too short"), (np.zeros(48000), 24000, "silent"), (np.ones(16000), 8000, "8000 Hz")],
-)  # fmt: skip
+    [
+        (np.zeros(0), 24000, "0 samples"),
+        (np.ones(2400), 24000, "too short"),
+        (np.zeros(48000), 24000, "silent"),
+        (np.ones(16000), 8000, "8000 Hz"),
+    ],
+)
 def test_a_recording_of_no_use(run, voice_folder, here, samples, rate, said):  # noqa: F811
     soundfile.write(here.parent / "bad.wav", samples.astype(np.float32) * 0.1, rate)
-    for words in (["clone", here.parent / "bad.wav"], ["vc", here.parent / "bad.wav"], ["say", TEXT, "--voice", here.parent / "bad.wav"]):
+    for words in (
+        ["clone", here.parent / "bad.wav"],
+        ["vc", here.parent / "bad.wav"],
+        ["say", TEXT, "--voice", here.parent / "bad.wav"],
+    ):
         assert said in one_line(run(*words, "--model", voice_folder))
     (here.parent / "text.wav").write_text("no audio")
     assert "cannot read" in one_line(run("clone", here.parent / "text.wav", "--model", voice_folder))
@@ -303,7 +342,11 @@ def test_convert_a_voice(run, voice_folder, speaker, here, recording):  # noqa: 
 def test_voices(run, voice_folder, tmp_path):  # noqa: F811
     status, out, err = run("voices", "--model", voice_folder)
     assert (status, err) == (0, "")
-    assert out.splitlines() == ["anna\tspeaker embedding alone\t-", "bert\tspeaker embedding alone\t-", "clara\t0.5 s recording\tthe cat"]
+    assert out.splitlines() == [
+        "anna\tspeaker embedding alone\t-",
+        "bert\tspeaker embedding alone\t-",
+        "clara\t0.5 s recording\tthe cat",
+    ]
     bare = write_voice_model(tmp_path / "m")
     for file in (bare / "voices").iterdir():
         file.unlink()

@@ -110,7 +110,9 @@ def test_voice_instruction_and_speed(session, speaker, tmp_path):
     assert session.say("/instruct Speak fast.")[1] == "instruct = Speak fast.\n"
     session.say("/speed 2")
     session.say(TEXT)
-    assert same(tmp_path / "speech-002.wav", generate(speaker, TEXT, voice="bert", seed=2, instruct="Speak fast.", speed=2.0))
+    assert same(
+        tmp_path / "speech-002.wav", generate(speaker, TEXT, voice="bert", seed=2, instruct="Speak fast.", speed=2.0)
+    )
     assert session.say("/instruct off")[1] == "instruct = none\n"
     session.say(f"/voice {tmp_path}/me too.safetensors"), session.say("/speed 1"), session.say("/seed 5")
     session.say(TEXT)
@@ -129,7 +131,11 @@ def test_a_voice_from_a_recording_and_its_words(session, tmp_path):
 
 
 def test_streamed(session, speaker, tmp_path):
-    for line, shown in (("/stream on", "stream = on"), ("/set chunk_tokens 5", "chunk_tokens = 5"), ("/set max-chunk-tokens 10", "max_chunk_tokens = 10")):
+    for line, shown in (
+        ("/stream on", "stream = on"),
+        ("/set chunk_tokens 5", "chunk_tokens = 5"),
+        ("/set max-chunk-tokens 10", "max_chunk_tokens = 10"),
+    ):
         assert session.say(line)[1] == shown + "\n"
     session.say("The cat sat on the mat.")
     assert len(Played.heard) > 1
@@ -143,7 +149,9 @@ def test_save_replay_stats_help(session, tmp_path):
         assert session.say(line)[1] == "mlx_cosyh3: nothing was spoken yet\n"
     assert session.say("/stats")[1] == "nothing was spoken yet\n"
     session.say(TEXT)
-    assert "s saved to" in session.say(f"/save {tmp_path}/again.flac")[1] and same(tmp_path / "again.flac", session.repl.result)
+    assert "s saved to" in session.say(f"/save {tmp_path}/again.flac")[1] and same(
+        tmp_path / "again.flac", session.repl.result
+    )
     session.say("/replay")
     np.testing.assert_array_equal(Played.heard[-1], session.repl.result.audio)
     stats = session.say("/stats")[1]
@@ -161,14 +169,25 @@ def test_set_lists_all_options(session):
 @pytest.mark.parametrize(
     "line, words",
     [
-        ("", "text is empty"), ("...", "nothing to speak"), ("/voice ana", "no voice 'ana' (it has: anna, bert, clara)"),
-        ("/voice none.wav", "no voice file or recording none.wav"), ("/voice anna words", "--voice-text goes with a recording"),
-        ("/speed 10", "speed must be from 0.5"), ("/speed fast", "speed must be a number, not 'fast'"), ("/seed -1", "seed must be"),
-        ("/set steps 0", "steps must be"), ("/set steps 1.5", "steps must be a whole number"), ("/set sped 1", "nearest known: 'speed'"),
-        ("/set max_chunk_tokens 3", "max_chunk_tokens must be"), ("/stream maybe", "/stream takes on or off"), ("/replay 3", "takes nothing"),
-        ("/save", "/save needs a file name"), ("/vioce", "unknown command /vioce, nearest known: '/voice'"), ("ab\udcff", "not Unicode"),
+        ("", "text is empty"),
+        ("...", "nothing to speak"),
+        ("/voice ana", "no voice 'ana' (it has: anna, bert, clara)"),
+        ("/voice none.wav", "no voice file or recording none.wav"),
+        ("/voice anna words", "--voice-text goes with a recording"),
+        ("/speed 10", "speed must be from 0.5"),
+        ("/speed fast", "speed must be a number, not 'fast'"),
+        ("/seed -1", "seed must be"),
+        ("/set steps 0", "steps must be"),
+        ("/set steps 1.5", "steps must be a whole number"),
+        ("/set sped 1", "nearest known: 'speed'"),
+        ("/set max_chunk_tokens 3", "max_chunk_tokens must be"),
+        ("/stream maybe", "/stream takes on or off"),
+        ("/replay 3", "takes nothing"),
+        ("/save", "/save needs a file name"),
+        ("/vioce", "unknown command /vioce, nearest known: '/voice'"),
+        ("ab\udcff", "not Unicode"),
     ],
-)  # fmt: skip
+)
 def test_an_error_is_one_line_and_the_repl_goes_on(session, tmp_path, line, words):
     before = (dict(session.repl.options), session.repl.voice)
     out, err = session.say(line)
@@ -218,7 +237,18 @@ def test_nothing_to_play_with_is_no_error(speaker, tmp_path, monkeypatch):
 
 def test_the_command_chooses_by_model(voice_folder, speaker, tmp_path):
     lines = f"{TEXT}\n/nonsense\n/quit\nnever\n".encode()
-    words = [*command(voice_folder), "--out-dir", str(tmp_path), "--seed", "1", "--voice", "bert", "--no-play", "--speed", "2"]
+    words = [
+        *command(voice_folder),
+        "--out-dir",
+        str(tmp_path),
+        "--seed",
+        "1",
+        "--voice",
+        "bert",
+        "--no-play",
+        "--speed",
+        "2",
+    ]
     done = subprocess.run(words, input=lines, capture_output=True, timeout=120)
     assert done.returncode == 0 and done.stdout.decode() == f"{tmp_path}/speech-001.wav\n"
     assert b"unknown command /nonsense" in done.stderr and done.stderr.count(b"\n") == 1
@@ -228,23 +258,31 @@ def test_the_command_chooses_by_model(voice_folder, speaker, tmp_path):
 @pytest.mark.parametrize(
     "words, said",
     [
-        (["--max-tokens", 5], "--max-tokens goes with models that continue text"), (["--stop", "x"], "--stop goes with"),
-        (["--kv-window", 5], "--kv-window goes with"), (["--speed", 5], "speed must be"), (["--out-dir", "/no/such"], "no folder /no/such"),
+        (["--max-tokens", 5], "--max-tokens goes with models that continue text"),
+        (["--stop", "x"], "--stop goes with"),
+        (["--kv-window", 5], "--kv-window goes with"),
+        (["--speed", 5], "speed must be"),
+        (["--out-dir", "/no/such"], "no folder /no/such"),
         (["--voice", "ana"], "no voice 'ana'"),
     ],
-)  # fmt: skip
+)
 def test_options_that_do_not_fit_a_model_that_speaks(run, voice_folder, words, said):  # noqa: F811
     assert said in one_line(run("repl", "--model", voice_folder, *words, stdin=b""))
 
 
-@pytest.mark.parametrize("words", [["--speed", 2], ["--voice", "anna"], ["--out-dir", "."], ["--no-play"], ["--instruct", "x"]])
+@pytest.mark.parametrize(
+    "words", [["--speed", 2], ["--voice", "anna"], ["--out-dir", "."], ["--no-play"], ["--instruct", "x"]]
+)
 def test_options_that_do_not_fit_a_model_that_writes(run, tmp_path, words):  # noqa: F811
     folder = write_model(tmp_path / "h3")
     assert f"{words[0]} goes with models that speak" in one_line(run("repl", "--model", folder, *words, stdin=b""))
 
 
 def test_in_a_terminal(voice_folder, tmp_path):
-    t = Terminal([*COMMAND, "repl", "--model", str(voice_folder), "--out-dir", str(tmp_path), "--no-play"], XDG_STATE_HOME=str(tmp_path))
+    t = Terminal(
+        [*COMMAND, "repl", "--model", str(voice_folder), "--out-dir", str(tmp_path), "--no-play"],
+        XDG_STATE_HOME=str(tmp_path),
+    )
     try:
         t.wait_for(">> ")
         t.send("Hello there.\n")

@@ -50,7 +50,9 @@ def equal(a, b):
 
 def test_what_a_voice_holds(model):
     voice = Voice.from_audio(model, (sound(2), 24000), "  the cat\n", name="me")
-    assert voice.embedding.shape == (192,) and voice.prompt_tokens.shape == (50,) and voice.prompt_mel.shape == (100, 80)
+    assert (
+        voice.embedding.shape == (192,) and voice.prompt_tokens.shape == (50,) and voice.prompt_mel.shape == (100, 80)
+    )
     assert (voice.transcript, voice.name, voice.codebook, voice.seconds) == ("the cat", "me", SPEECH, 2.0)
     assert Voice.from_audio(model, (sound(2), 24000), "  ").transcript is None
     assert generate(model, TEXT, voice=voice, seed=1).mode == "zero_shot"
@@ -77,17 +79,23 @@ def test_every_kind_of_recording(model, tmp_path):
 def test_more_than_30_seconds_are_no_error(model, seconds):
     notes = []
     voice = Voice.from_audio(model, (sound(seconds, 16000), 16000), note=notes.append)
-    assert abs(len(voice.prompt_tokens) - round(25 * seconds)) <= 1 and len(voice.prompt_mel) == 2 * len(voice.prompt_tokens)
+    assert abs(len(voice.prompt_tokens) - round(25 * seconds)) <= 1 and len(voice.prompt_mel) == 2 * len(
+        voice.prompt_tokens
+    )
     assert len(notes) == 1 and "longer than 30 s" in notes[0]
 
 
 @pytest.mark.parametrize(
     "samples, rate, said",
     [
-        (sound(0.1), 24000, "too short"), (np.zeros(48000), 24000, "silent"), (sound(2, 8000), 8000, "8000 Hz"),
-        (np.full(48000, np.nan), 24000, "not finite"), (np.zeros(0), 24000, "no audio"), (sound(2), 0, "sample rate"),
+        (sound(0.1), 24000, "too short"),
+        (np.zeros(48000), 24000, "silent"),
+        (sound(2, 8000), 8000, "8000 Hz"),
+        (np.full(48000, np.nan), 24000, "not finite"),
+        (np.zeros(0), 24000, "no audio"),
+        (sound(2), 0, "sample rate"),
     ],
-)  # fmt: skip
+)
 def test_a_recording_of_no_use_is_one_line(model, samples, rate, said):
     for use in (lambda r: Voice.from_audio(model, r), lambda r: model.convert_voice(r, "anna")):
         with pytest.raises(CosyH3Error, match=said) as e:
@@ -97,7 +105,9 @@ def test_a_recording_of_no_use_is_one_line(model, samples, rate, said):
 
 def test_a_transcript_that_does_not_fit_the_text_is_noted(model):
     notes = []
-    generate(model, "Oh", voice=small_voice(transcript="the cat sat on the mat and was warm"), seed=1, note=notes.append)
+    generate(
+        model, "Oh", voice=small_voice(transcript="the cat sat on the mat and was warm"), seed=1, note=notes.append
+    )
     assert any("less than half as long as the voice's transcript" in text for text in notes)
 
 
@@ -123,7 +133,10 @@ def test_a_voice_without_a_name_is_called_after_its_file(tmp_path):
 def test_a_loaded_voice_speaks_the_same(model, tmp_path):
     voice = Voice.from_audio(model, (sound(1), 24000), "the cat")
     voice.save(tmp_path / "v.safetensors")
-    a, b = (generate(model, TEXT, voice=v, seed=1, note=lambda text: None).audio for v in (voice, Voice.load(tmp_path / "v.safetensors")))
+    a, b = (
+        generate(model, TEXT, voice=v, seed=1, note=lambda text: None).audio
+        for v in (voice, Voice.load(tmp_path / "v.safetensors"))
+    )
     np.testing.assert_array_equal(a, b)
 
 
@@ -146,12 +159,17 @@ def rewrite(path, change=None, **tensors):
 @pytest.mark.parametrize(
     "tensors, said",
     [
-        ({"embedding": None}, "embedding"), ({"embedding": np.zeros(191, np.float32)}, "shape"), ({"prompt_mel": np.zeros((10, 40), np.float32)}, "shapes"),
-        ({"prompt_tokens": np.zeros(0, np.int32)}, "0 speech tokens and 24 mel frames"), ({"prompt_mel": np.full((24, 80), np.nan, np.float32)}, "finite"),
-        ({"prompt_tokens": np.full(12, SPEECH, np.int32)}, "outside of 0 to 80"), ({"prompt_tokens": np.zeros((3, 4), np.int32)}, "shapes"),
-        ({"embedding": np.full(192, np.inf, np.float32)}, "finite"), ({"transcript_ids": np.zeros((2, 2), np.int32)}, "transcript"),
+        ({"embedding": None}, "embedding"),
+        ({"embedding": np.zeros(191, np.float32)}, "shape"),
+        ({"prompt_mel": np.zeros((10, 40), np.float32)}, "shapes"),
+        ({"prompt_tokens": np.zeros(0, np.int32)}, "0 speech tokens and 24 mel frames"),
+        ({"prompt_mel": np.full((24, 80), np.nan, np.float32)}, "finite"),
+        ({"prompt_tokens": np.full(12, SPEECH, np.int32)}, "outside of 0 to 80"),
+        ({"prompt_tokens": np.zeros((3, 4), np.int32)}, "shapes"),
+        ({"embedding": np.full(192, np.inf, np.float32)}, "finite"),
+        ({"transcript_ids": np.zeros((2, 2), np.int32)}, "transcript"),
     ],
-)  # fmt: skip
+)
 def test_a_damaged_voice_is_one_line(tmp_path, tensors, said):
     path = tmp_path / "v.safetensors"
     small_voice().save(path)

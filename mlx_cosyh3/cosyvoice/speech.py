@@ -63,7 +63,12 @@ class SpeechOptions:
 
     def __post_init__(self):
         sampling.check_options(temperature=self.temperature, top_p=self.top_p, seed=self.seed)
-        for name, low, high in (("top_k", 0, None), ("win_size", 0, 1000), ("steps", 1, 1000), ("chunk_tokens", 1, 7000)):
+        for name, low, high in (
+            ("top_k", 0, None),
+            ("win_size", 0, 1000),
+            ("steps", 1, 1000),
+            ("chunk_tokens", 1, 7000),
+        ):
             sampling._whole(name, getattr(self, name), low, high)
         sampling._whole("max_chunk_tokens", self.max_chunk_tokens, self.chunk_tokens, 7000)
         sampling._number("tau_r", self.tau_r, lambda x: 0 <= x <= 1, "from 0 to 1")
@@ -72,7 +77,9 @@ class SpeechOptions:
         if self.max_seconds is not None:
             sampling._number("max_seconds", self.max_seconds, lambda x: x > 0, "more than 0 seconds")
         if self.mode is not None and self.mode not in MODES:
-            raise CosyH3Error(f"mode must be one of {', '.join(MODES)}, not {self.mode!r}{nearest(str(self.mode), MODES)}")
+            raise CosyH3Error(
+                f"mode must be one of {', '.join(MODES)}, not {self.mode!r}{nearest(str(self.mode), MODES)}"
+            )
         if self.language not in (None, "zh", "en"):
             raise CosyH3Error(f"language must be zh or en, not {self.language!r}; leave it out for other languages")
         if self.instruct is not None and not str(self.instruct).strip():

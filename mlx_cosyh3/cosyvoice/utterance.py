@@ -67,7 +67,9 @@ class Utterance:
         if source is None and isinstance(text, str):
             self.segments = self._segments(text)  # here, so that bad text is an error before any work
         elif source is None and not (streamed and hasattr(text, "__iter__")):
-            raise CosyH3Error(f"text must be a string, not {type(text).__name__}; stream_generate also takes an iterator of strings")
+            raise CosyH3Error(
+                f"text must be a string, not {type(text).__name__}; stream_generate also takes an iterator of strings"
+            )
         elif source is None and self.mode in ("cross_lingual", "sft") and model.version < 3:
             raise CosyH3Error("text that arrives in pieces needs a voice with a transcript")
         self.audio, self.tokens = [], []
@@ -83,7 +85,9 @@ class Utterance:
         voice, named = o.voice, isinstance(o.voice, str) or o.voice is None
         if voice is None:
             if not model.voices:
-                raise CosyH3Error("no voice: this model holds none, make one with Voice.from_audio(model, recording, text=...)")
+                raise CosyH3Error(
+                    "no voice: this model holds none, make one with Voice.from_audio(model, recording, text=...)"
+                )
             voice = next(iter(model.voices.values()))
         elif isinstance(voice, str):
             voice = model.find_voice(voice)
@@ -99,13 +103,27 @@ class Utterance:
         known = voice.transcript is not None or voice.transcript_ids is not None
         mode = o.mode
         if mode is None:
-            mode = "instruct" if o.instruct else "sft" if named or not voice.has_prompt else "zero_shot" if known else "cross_lingual"
+            mode = (
+                "instruct"
+                if o.instruct
+                else "sft"
+                if named or not voice.has_prompt
+                else "zero_shot"
+                if known
+                else "cross_lingual"
+            )
         if (mode == "instruct") != bool(o.instruct):
-            raise CosyH3Error(f"mode {mode!r} and instruct={o.instruct!r} do not go together: instruct goes with mode 'instruct' alone")
+            raise CosyH3Error(
+                f"mode {mode!r} and instruct={o.instruct!r} do not go together: instruct goes with mode 'instruct' alone"
+            )
         if mode in ("zero_shot", "cross_lingual") and not voice.has_prompt:
-            raise CosyH3Error(f"mode {mode!r} needs a voice made from a recording; {voice.name!r} is a speaker embedding alone")
+            raise CosyH3Error(
+                f"mode {mode!r} needs a voice made from a recording; {voice.name!r} is a speaker embedding alone"
+            )
         if mode == "zero_shot" and not known:
-            raise CosyH3Error(f"mode 'zero_shot' needs the transcript of the voice {voice.name!r}: make it again with its text")
+            raise CosyH3Error(
+                f"mode 'zero_shot' needs the transcript of the voice {voice.name!r}: make it again with its text"
+            )
         return voice, mode
 
     def _segments(self, text):
@@ -116,7 +134,9 @@ class Utterance:
 
     def _segment(self, piece):
         model, voice = self.model, self.voice
-        prompt, said = prompts.layout(self.mode, model.version, piece, transcript=voice.transcript, instruct=self.options.instruct, note=self.note)
+        prompt, said = prompts.layout(
+            self.mode, model.version, piece, transcript=voice.transcript, instruct=self.options.instruct, note=self.note
+        )
         if self.mode == "zero_shot" and voice.transcript is None:
             prompt_ids = voice.transcript_ids.tolist()
         else:

@@ -67,7 +67,11 @@ class Voice:
     @property
     def seconds(self):
         """Length of the recording that is kept, s (speech tokens come at 25 a second in all 24 kHz models)."""
-        return self.prompt_mel.shape[0] * 480 / 24000 if self.sample_rate == 24000 else self.prompt_mel.shape[0] * 256 / 22050
+        return (
+            self.prompt_mel.shape[0] * 480 / 24000
+            if self.sample_rate == 24000
+            else self.prompt_mel.shape[0] * 256 / 22050
+        )
 
     def save(self, path):
         """Write one safetensors file; it appears whole or not at all. Raises CosyH3Error."""
@@ -75,7 +79,12 @@ class Voice:
         tensors = {"embedding": self.embedding, "prompt_tokens": self.prompt_tokens, "prompt_mel": self.prompt_mel}
         if self.transcript_ids is not None:
             tensors["transcript_ids"] = self.transcript_ids
-        told = {"mlx_cosyh3_voice": FORMAT, "name": self.name, "codebook": str(self.codebook), "sample_rate": str(self.sample_rate)}
+        told = {
+            "mlx_cosyh3_voice": FORMAT,
+            "name": self.name,
+            "codebook": str(self.codebook),
+            "sample_rate": str(self.sample_rate),
+        }
         if self.transcript is not None:
             told["transcript"] = self.transcript
         partial = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
@@ -98,7 +107,9 @@ class Voice:
             with safe_open(path, "np") as file:
                 told, tensors = file.metadata() or {}, {n: file.get_tensor(n) for n in file.keys()}
         except (SafetensorError, OSError, ValueError) as e:
-            raise CheckpointError(f"{path} is not a voice file ({str(e).splitlines()[0]}); make it again with: mlx_cosyh3 clone") from e
+            raise CheckpointError(
+                f"{path} is not a voice file ({str(e).splitlines()[0]}); make it again with: mlx_cosyh3 clone"
+            ) from e
         if told.get("mlx_cosyh3_voice") != FORMAT:
             raise CheckpointError(f"{path} is no voice file of this program; make one with: mlx_cosyh3 clone")
         try:
@@ -123,14 +134,20 @@ class Voice:
         if self.embedding.shape != (SPEAKER,):
             raise damaged(f"its embedding has the shape {list(self.embedding.shape)}, not [{SPEAKER}]")
         if self.prompt_tokens.ndim != 1 or self.prompt_mel.ndim != 2 or self.prompt_mel.shape[1] != MEL:
-            raise damaged(f"its prompt has the shapes {list(self.prompt_tokens.shape)} and {list(self.prompt_mel.shape)}")
+            raise damaged(
+                f"its prompt has the shapes {list(self.prompt_tokens.shape)} and {list(self.prompt_mel.shape)}"
+            )
         if self.has_prompt != (len(self.prompt_mel) > 0):
             raise damaged(f"it has {len(self.prompt_tokens)} speech tokens and {len(self.prompt_mel)} mel frames")
         if self.transcript_ids is not None and self.transcript_ids.ndim != 1:
             raise damaged(f"its transcript has the shape {list(self.transcript_ids.shape)}")
         if not all(np.isfinite(a).all() for a in (self.embedding, self.prompt_mel)):
             raise damaged("it holds numbers that are not finite")
-        if self.has_prompt and self.codebook and not 0 <= self.prompt_tokens.min() <= self.prompt_tokens.max() < self.codebook:
+        if (
+            self.has_prompt
+            and self.codebook
+            and not 0 <= self.prompt_tokens.min() <= self.prompt_tokens.max() < self.codebook
+        ):
             raise damaged(f"it holds a speech token outside of 0 to {self.codebook - 1}")
 
     def arrays(self):
