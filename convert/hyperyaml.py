@@ -6,6 +6,7 @@ such references, as `<chunk_size> * <token_mel_ratio>`, its result. The format: 
 """
 
 import ast
+import math
 import operator
 import re
 from pathlib import Path
@@ -17,6 +18,7 @@ from mlx_cosyh3.errors import CheckpointError
 MAX_BYTES = 1_000_000
 MAX_VALUES = 50_000  # with every reference written out; a released file has a few hundred
 MAX_DEPTH = 50
+MAX_INT = 2**63  # beyond it a number is no size, and arithmetic on it may take for ever
 KINDS = ("new", "name", "apply")
 REF = re.compile(r"<([^<>\[\]]+)((?:\[[^<>\[\]]+\])*)>")
 OPERATIONS = {
@@ -66,18 +68,50 @@ def _ref(loader, node):
 
 
 def _unknown(loader, node):
-    raise CheckpointError(f"line {node.start_mark.line + 1}: the tag {node.tag!r} is not read")
+    raise CheckpointError(f"line {node.start_mark.line + 1}: the tag {_short(node.tag)!r} is not read")
 
 
-for kind in KINDS:
-    Loader.add_multi_constructor(f"!{kind}:", lambda loader, path, node, kind=kind: _tagged(loader, kind, path, node))
-Loader.add_constructor("!ref", _ref)
-Loader.add_constructor("!copy", _ref)
-Loader.add_constructor(None, _unknown)
-# YAML 1.2's numbers, which HyperPyYAML reads: 1e-06 has no point.
-Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(r"[-+]?[0-9]+[eE][-+]?[0-9]+$"), list("-+0123456789")
-)
+def _integer(loader, node):
+    text = loader.construct_scalar(node)
+    if len(text) > 20:
+        raise CheckpointError(f"line {node.start_mark.line + 1}: the number {_short(text)} is too large")
+    return int(text, 0 if text[:2] in ("0x", "0o") else 10)
+
+
+def _float(loader, node):
+    return float(loader.construct_scalar(node))
+
+
+def _short(text):
+    """`text` for a message."""
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def _prepare():
+    """Our tags, and of YAML's own those that give text, numbers, lists and mappings."""
+    for kind in KINDS:
+        Loader.add_multi_constructor(
+            f"!{kind}:", lambda loader, path, node, kind=kind: _tagged(loader, kind, path, node)
+        )
+    Loader.add_constructor("!ref", _ref)
+    Loader.add_constructor("!copy", _ref)
+    core = "tag:yaml.org,2002:"
+    Loader.add_constructor(core + "int", _integer)
+    Loader.add_constructor(core + "float", _float)
+    for tag in (*(core + kind for kind in ("binary", "timestamp", "omap", "pairs", "set")), None):
+        Loader.add_constructor(tag, _unknown)
+    # YAML 1.2's plain scalars, which are HyperPyYAML's: 1e-06 is a number, but dates, 1:30, yes and << are text.
+    Loader.yaml_implicit_resolvers = {}
+    for kind, pattern, first in (
+        ("null", r"(?:~|null|Null|NULL|)$", ["~", "n", "N", ""]),
+        ("bool", r"(?:true|True|TRUE|false|False|FALSE)$", list("tTfF")),
+        ("int", r"(?:[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+)$", list("-+0123456789")),
+        ("float", r"[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?$", list("-+.0123456789")),
+    ):
+        Loader.add_implicit_resolver(core + kind, re.compile(pattern), first)
+
+
+_prepare()
 
 
 def read_hyperyaml(path):
@@ -107,7 +141,7 @@ def parse(text):
         mark = getattr(e, "problem_mark", None)
         where = f"line {mark.line + 1}: " if mark else ""
         raise CheckpointError(f"{where}not valid YAML ({getattr(e, 'problem', None) or type(e).__name__})") from e
-    except (ValueError, TypeError, RecursionError, OverflowError) as e:  # of a number or date, of a key that is a list
+    except (ValueError, TypeError, LookupError, RecursionError) as e:  # of a tagged scalar, of a key that is a list
         raise CheckpointError(f"not valid YAML ({type(e).__name__})") from e
     if not isinstance(tree, dict):
         raise CheckpointError("it holds no entries (name: value)")
@@ -121,14 +155,14 @@ class _Resolver:
         self.tree, self.left, self.active = tree, MAX_VALUES, []
 
     def all(self):
-        return {key: self.entry(key) for key in self.tree}
+        return {_key(name): self.entry(name) for name in self.tree}
 
     def entry(self, name):
         """The value of a top-level entry."""
         if name in self.active:
-            raise CheckpointError(f"!ref <{name}> refers to itself")
+            raise CheckpointError(f"!ref <{_short(name)}> refers to itself")
         if len(self.active) >= MAX_DEPTH:
-            raise CheckpointError(f"!ref <{name}> is one of more than {MAX_DEPTH} references in a row")
+            raise CheckpointError(f"!ref <{_short(name)}> is one of more than {MAX_DEPTH} references in a row")
         self.active.append(name)
         value = self.value(self.tree[name])
         self.active.pop()
@@ -141,10 +175,10 @@ class _Resolver:
         if isinstance(value, Ref):
             return self.reference(value)
         if isinstance(value, dict):
-            return {k: self.value(v) for k, v in value.items()}
+            return {_key(k): self.value(v) for k, v in value.items()}
         if isinstance(value, list):
             return [self.value(v) for v in value]
-        return value
+        return _plain(value)
 
     def reference(self, text):
         """The value of `text`: one reference, arithmetic over several, or a string that holds some."""
@@ -160,11 +194,13 @@ class _Resolver:
 
         expression = REF.sub(named, text.strip())
         if not values:
-            raise CheckpointError(f"!ref {text!r} has no <name>")
+            raise CheckpointError(f"!ref {_short(text)!r} has no <name>")
         try:
             return _arithmetic(ast.parse(expression, mode="eval").body, values)
         except ZeroDivisionError as e:
-            raise CheckpointError(f"!ref {text!r} divides by zero") from e
+            raise CheckpointError(f"!ref {_short(text)!r} divides by zero") from e
+        except OverflowError as e:
+            raise CheckpointError(f"!ref {_short(text)!r} is too large a number") from e
         except (SyntaxError, TypeError, ValueError, RecursionError, MemoryError):
             found = iter(values.values())
             return REF.sub(lambda match: str(next(found)), text)[:MAX_BYTES]
@@ -172,11 +208,11 @@ class _Resolver:
     def target(self, match):
         name = match[1].strip()
         if name not in self.tree:
-            raise CheckpointError(f"!ref <{name}>: there is no entry {name!r}")
+            raise CheckpointError(f"!ref: there is no entry {_short(name)!r}")
         value = self.entry(name)
         for key in re.findall(r"\[([^\]]+)\]", match[2]):
             if not isinstance(value, dict) or key not in value:
-                raise CheckpointError(f"!ref {match[0]}: there is no field {key!r}")
+                raise CheckpointError(f"!ref {_short(match[0])}: there is no field {_short(key)!r}")
             value = value[key]
         return value
 
@@ -190,5 +226,21 @@ def _arithmetic(node, values):
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
         return -_arithmetic(node.operand, values)
     if isinstance(node, ast.BinOp) and type(node.op) in OPERATIONS:
-        return OPERATIONS[type(node.op)](_arithmetic(node.left, values), _arithmetic(node.right, values))
+        return _plain(OPERATIONS[type(node.op)](_arithmetic(node.left, values), _arithmetic(node.right, values)))
     raise TypeError
+
+
+def _key(key):
+    """A mapping's key, which config.json can only hold as text."""
+    if not isinstance(key, str):
+        raise CheckpointError(f"it has {key!r}, which is not text, as a name")
+    return _plain(key)
+
+
+def _plain(value):
+    """A single value, if config.json can hold it."""
+    if isinstance(value, str) and any("\ud800" <= c <= "\udfff" for c in value):
+        raise CheckpointError("it has text that is not Unicode")
+    if isinstance(value, (int, float)) and not -MAX_INT <= value < MAX_INT:  # nor NaN
+        raise CheckpointError(f"it has a number that is too large or none ({value:g})")
+    return value

@@ -48,12 +48,12 @@ def add_options(parser, without=()):
 
 def add_model(parser):
     parser.add_argument("--model", metavar="DIR_OR_REPO", default=DEFAULT_VOICE_MODEL,
-                        help="CosyVoice model folder or hub repo id; default: the small one that comes with the package")  # fmt: skip
+                        help="CosyVoice model folder or hub repo id; default: the small model of the package")  # fmt: skip
     parser.add_argument("--revision", metavar="R", help="branch, tag or commit of a hub repo")
 
 
 def add_voice(parser):
-    parser.add_argument("--voice", metavar="V", help="a voice of the model (see `voices`), a voice file, or a recording; "
+    parser.add_argument("--voice", metavar="V", help="a voice of the model (see `voices`), a voice file, a recording; "
                         "default: the model's first voice")  # fmt: skip
     parser.add_argument("--voice-text", metavar="TEXT", help="what is said in the recording, word for word")
 
@@ -132,7 +132,7 @@ def add_say(parser):
     parser.add_argument("--file", metavar="F", help="read the text from a file")
     add_model(parser)
     add_voice(parser)
-    parser.add_argument("-o", "--output", metavar="F", help="audio file to write (wav, flac); '-' writes a wav to stdout; "
+    parser.add_argument("-o", "--output", metavar="F", help="audio file to write (wav, flac); '-' is a wav on stdout; "
                         "default: speech.wav, or nothing with --play")  # fmt: skip
     parser.add_argument("--overwrite", action="store_true", help="replace a file that is there already")
     parser.add_argument("--stream", action="store_true", help="make the audio chunk by chunk: the first is there soon")

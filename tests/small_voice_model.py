@@ -20,7 +20,8 @@ SPEECH = 81  # speech tokens, 3^4
 END_OF_PROMPT_ID = 256 + len(QWEN2) + ADDED[3].index(END_OF_PROMPT)
 QWEN = {
     "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
-    "intermediate_size": 96, "vocab_size": 256 + len(QWEN2) + len(ADDED[3]) + 8, "rms_norm_eps": 1e-6, "rope_theta": 1e6,
+    "intermediate_size": 96, "vocab_size": 256 + len(QWEN2) + len(ADDED[3]) + 8, "rms_norm_eps": 1e-6,
+    "rope_theta": 1e6,
 }  # fmt: skip
 FLOW = {
     "vocab_size": SPEECH, "pre_lookahead_layer": {"channels": 64, "pre_lookahead_len": 3},

@@ -114,7 +114,7 @@ class Utterance:
             )
         if (mode == "instruct") != bool(o.instruct):
             raise CosyH3Error(
-                f"mode {mode!r} and instruct={o.instruct!r} do not go together: instruct goes with mode 'instruct' alone"
+                f"mode {mode!r} and instruct={o.instruct!r} do not go together: it goes with mode 'instruct' alone"
             )
         if mode in ("zero_shot", "cross_lingual") and not voice.has_prompt:
             raise CosyH3Error(
@@ -219,8 +219,10 @@ class Utterance:
             self.note(f"the speech was cut off by max_seconds={self.options.max_seconds:g}")
         elif run.finish_reason == "length":
             self.finish_reason = "length"
-            self.note(f"the speech of {what} was cut off: it did not end by itself within what a text of its length can need; "
-                      "another seed may")  # fmt: skip
+            self.note(
+                f"the speech of {what} was cut off: it did not end by itself within what a text of its length can need; "
+                "another seed may"
+            )
 
     def _counted(self, run):
         """The speech tokens of `run` without long silences, up to max_seconds; the language model's time is taken."""
@@ -273,7 +275,7 @@ class Utterance:
         flow, vocoder = model.flow.stream(*self.prompt, steps=o.steps), model.hift.stream()
         resampler = None if o.speed == 1 else speed_stream(o.speed)
         held, said, chunk = [], [], o.chunk_tokens
-        # Chunks end where those of the attention mask do, so that none is computed twice; a frame looks some tokens ahead.
+        # Chunks end where those of the attention mask do, so that none is computed twice. Frames look some tokens ahead.
         size = model.config["chunk_size"]
         wanted = model.flow.look_ahead + chunk + (-(self.prompt[0].shape[1] + chunk)) % size
         for token in tokens:
