@@ -130,7 +130,7 @@ def convert_cosyvoice(
             made[group[0].name] = (formats[part], part, name, tensor)
         count = sum(math.prod(t.shape) for t in tensors.values())
         stored = sum(e.nbytes for group in groups[before:] for e in group)
-        sizes[part] = (count, sum(t.nbytes for t in tensors.values()), stored)
+        sizes[part] = (count, source.read.get(part) or sum(t.nbytes for t in tensors.values()), stored)
         unquantized += [f"{part}.{n}" for n in formats[part].unquantized({n: t.shape for n, t in tensors.items()})]
     report = SpeechReport(
         out=output.target,

@@ -1,6 +1,7 @@
 """Do the numbers of a CosyVoice folder's yaml and its weights belong together? Both tell the sizes of the model."""
 
 import importlib
+import math
 import re
 from pathlib import Path
 
@@ -17,6 +18,64 @@ CLASSES = {  # part: (its module, its class)
     "campplus": ("campplus", "CAMPPlus"),
     "speech_tokenizer": ("s3tokenizer", "S3Tokenizer"),
 }
+
+COUNTS = (  # whole numbers from 1 on
+    "sample_rate", "token_frame_rate", "token_mel_ratio", "chunk_size", "mel.n_fft", "mel.hop_size", "mel.win_size",
+    "flow.dit.static_chunk_size", "hift.istft_params.hop_len",
+)  # fmt: skip
+AMOUNTS = (  # numbers from 0 on
+    "hift.nsf_alpha", "hift.nsf_sigma", "hift.nsf_voiced_threshold", "hift.lrelu_slope", "hift.audio_limit",
+    "flow.cfm.inference_cfg_rate", "mel.fmin", "llm.qwen2.rms_norm_eps", "llm.qwen2.rope_theta",
+)  # fmt: skip
+ONLY = {"flow.cfm.solver": "euler", "flow.cfm.t_scheduler": "cosine", "flow.dit.num_decoding_left_chunks": -1}
+
+
+def check_kinds(config, told):
+    """Numbers that no weight tells must be numbers, fit each other, and ask for nothing that is not done here.
+
+    `told`: the file that the config is from. Raises CheckpointError."""
+    mel, mix, rates = config["mel"], config["llm"]["mix_ratio"], _at(config, "hift.upsample_rates")
+    if not _counts(rates):
+        raise CheckpointError(f"{told}: hift.upsample_rates is {rates!r}, not a list of whole numbers from 1 on")
+    if not _counts(mix) or len(mix) != 2:
+        raise CheckpointError(f"{told}: llm.mix_ratio is {mix!r}, not two whole numbers from 1 on")
+    for path in COUNTS:
+        if not _counts([_at(config, path)]):
+            raise CheckpointError(f"{told}: {path} is {_at(config, path)!r}, not a whole number from 1 on")
+    for path in AMOUNTS:
+        value = _at(config, path)
+        if type(value) not in (int, float) or not 0 <= value < math.inf:
+            where = f"{QWEN2}/config.json" if path.startswith("llm.qwen2.") else told
+            raise CheckpointError(f"{where}: {path} is {value!r}, not a number from 0 on")
+    for path, only in ONLY.items():
+        if (value := _at(config, path, only)) != only:
+            raise CheckpointError(f"{told}: {path} is {value!r}; only {only!r} is supported")
+    top = config["sample_rate"] / 2 if mel["fmax"] is None else mel["fmax"]
+    if type(top) not in (int, float) or not mel["fmin"] < top <= config["sample_rate"] / 2:
+        raise CheckpointError(f"{told}: mel.fmin and fmax are {mel['fmin']} and {top!r} Hz, not within half the rate")
+    hop, window, n_fft = (mel[k] for k in ("hop_size", "win_size", "n_fft"))
+    if not hop <= window <= n_fft <= 1 << 16:
+        raise CheckpointError(f"{told}: mel.hop_size, win_size, n_fft are {hop}, {window}, {n_fft}: no windows")
+    chunk, static = config["chunk_size"] * config["token_mel_ratio"], config["flow"]["dit"]["static_chunk_size"]
+    samples = math.prod(rates) * config["hift"]["istft_params"]["hop_len"]  # of a mel frame
+    for what, a, b in (
+        ("chunk_size * token_mel_ratio and the estimator's static_chunk_size", chunk, static),
+        ("hift.upsample_rates * hop_len and mel.hop_size", samples, hop),
+    ):  # fmt: skip
+        if a != b:
+            raise CheckpointError(f"{told}: {what} differ: {a!r} and {b!r}")
+
+
+def _counts(values):
+    return isinstance(values, list) and all(type(n) is int and n > 0 for n in values)
+
+
+def _at(config, path, default=None):
+    for key in path.split("."):
+        if not isinstance(config, dict) or key not in config:
+            return default
+        config = config[key]
+    return config
 
 
 def check_numbers(config, parts, files, told):

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from mlx_cosyh3.convert.common import some
-from mlx_cosyh3.convert.cosyvoice_check import QWEN2, check_numbers, check_parts
+from mlx_cosyh3.convert.cosyvoice_check import QWEN2, check_kinds, check_numbers, check_parts
 from mlx_cosyh3.convert.hyperyaml import read_hyperyaml
 from mlx_cosyh3.convert.sources import FLOATS, ArrayTensor, as_float32, is_tensor, open_source
 from mlx_cosyh3.convert.torch_file import read_torch
@@ -41,6 +41,7 @@ class SpeechSource:
     skipped: dict = field(default_factory=dict)  # {file name: [tensors that the model does not need]}
     notes: list = field(default_factory=list)
     others: list = field(default_factory=list)  # further files that were read
+    read: dict = field(default_factory=dict)  # {part: bytes of its tensors in the file}, where they are not ours
     packed: dict = field(default_factory=dict)  # {part: quantisation that its tensors have already}
     repo: str = None
     revision: str = None
@@ -82,6 +83,7 @@ def read_folder(folder, name, llm_file=None, front_ends=None):
     tokenizer = text_tokenizer.SpeechTextTokenizer.from_dir(folder)
     with _told(folder / YAML):
         config = config_of(yaml, qwen2, tokenizer)
+    check_kinds(config, YAML)
     source = SpeechSource(name, folder, config, {}, files, text_tokenizer.files(folder))
     source.others = [folder / YAML, folder / QWEN2 / "config.json"]
     for part, path in files.items():
@@ -220,6 +222,7 @@ def _read_part(source, part, path):
     if part != "hift":  # of which every tensor is needed, halves of weight norm only together
         skipped += [k for k, a in arrays.items() if not SANITIZE[part]({k: a})]
     source.skipped[path.name] = skipped
+    source.read[part] = sum(t.nbytes for k, t in opened.tensors.items() if k not in skipped)
     return {name: ArrayTensor(a) for name, a in ours.items()}
 
 
@@ -267,8 +270,10 @@ def read_voices(path, config, notes):
         raise CheckpointError(f"{path} does not hold a table of voices")
     voices = {}
     for name, entry in table.items():
-        if not isinstance(name, str) or not name.strip() or not isinstance(entry, dict):
-            raise CheckpointError(f"{path}: the voice {name!r} is not a table with a name")
+        if not isinstance(name, str) or not name.strip() or len(name) > 200 or not isinstance(entry, dict):
+            raise CheckpointError(f"{path}: the voice {str(name)[:50]!r} is no table with a name of 1 to 200 letters")
+        if any("\ud800" <= c <= "\udfff" for c in name):  # which no file can hold
+            raise CheckpointError(f"{path}: the name of the voice {name!r} is not Unicode text")
         try:
             voices[name] = _voice(name, entry, config, notes)
         except CheckpointError as e:
@@ -288,6 +293,8 @@ def _voice(name, entry, config, notes):
         a = as_float32(t.numpy(), t.dtype) if t.dtype in FLOATS else t.numpy()
         if not np.isfinite(a).all():
             raise CheckpointError(f"has {key} with numbers that are not finite")
+        if dtype is np.int64 and a.dtype.kind not in "iu":
+            raise CheckpointError(f"has {key} of type {t.dtype}, not of whole numbers")
         return np.ascontiguousarray(a, dtype=dtype)
 
     embedding = next((e for k in ("flow_embedding", "embedding") if (e := get(k, np.float32)) is not None), None)
@@ -295,12 +302,12 @@ def _voice(name, entry, config, notes):
     if embedding is None or embedding.size != width:
         found = "none" if embedding is None else f"one of shape {list(embedding.shape)}"
         raise CheckpointError(f"needs an embedding of {width} numbers, has {found}")
-    tokens = get("flow_prompt_speech_token", np.int32)
+    tokens = get("flow_prompt_speech_token", np.int64)
     mel = get("prompt_speech_feat", np.float32)
-    ids = get("prompt_text", np.int32)
+    ids = get("prompt_text", np.int64)
     if (tokens is None) != (mel is None):
         raise CheckpointError("has only one of flow_prompt_speech_token and prompt_speech_feat")
-    tokens = np.zeros(0, np.int32) if tokens is None else tokens.reshape(-1)
+    tokens = np.zeros(0, np.int64) if tokens is None else tokens.reshape(-1)
     if mel is not None and (mel.size % bins or mel.shape[-1] != bins):
         raise CheckpointError(f"has prompt_speech_feat of shape {list(mel.shape)}, not of {bins} bins")
     mel = np.zeros((0, bins), np.float32) if mel is None else mel.reshape(-1, bins)
@@ -308,10 +315,13 @@ def _voice(name, entry, config, notes):
     for what, values, count in (("speech tokens", tokens, size), ("text ids", ids, rows)):
         if values is not None and values.size and not 0 <= values.min() <= values.max() < count:
             raise CheckpointError(f"has {what} outside of 0 to {count - 1}")
-    lm_tokens = get("llm_prompt_speech_token", np.int32)
+    ratio = config["token_mel_ratio"]
+    if len(mel) != len(tokens) * ratio:
+        raise CheckpointError(f"has {len(tokens)} speech tokens and {len(mel)} mel frames, not {ratio} a token")
+    lm_tokens = get("llm_prompt_speech_token", np.int64)
     if lm_tokens is not None and not np.array_equal(lm_tokens.reshape(-1), tokens):
         notes.append(
             f"voice {name!r}: the speech tokens for the flow and for the language model differ; the flow's are used"
         )
-    ids = None if ids is None or not ids.size else ids.reshape(-1)
-    return Voice(embedding.reshape(-1), tokens, mel, None, ids, name, size, config["sample_rate"])
+    ids = None if ids is None or not ids.size else ids.reshape(-1).astype(np.int32)
+    return Voice(embedding.reshape(-1), tokens.astype(np.int32), mel, None, ids, name, size, config["sample_rate"])

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from mlx_cosyh3.convert.cosyvoice_check import check_numbers, check_parts
+from mlx_cosyh3.convert.cosyvoice_check import check_kinds, check_numbers, check_parts
 from mlx_cosyh3.convert.cosyvoice_folder import FRONT_ENDS, SpeechSource, read_front_end
 from mlx_cosyh3.convert.sources import ArrayTensor, as_float32, open_source
 from mlx_cosyh3.cosyvoice import campplus, flow, hift, llm, s3tokenizer, text_tokenizer
@@ -83,6 +83,7 @@ def read_layout(folder, name, front_ends=None):
     quantization = _quantization(given, parts["llm"])
     if quantization:
         source.packed["llm"] = quantization
+    check_kinds(config, "config.json")
     check_numbers(config, parts, dict.fromkeys(parts, opened.paths[0].name), "config.json")
     tokenizer.check(config["llm"]["qwen2"]["vocab_size"])
     if split["campplus"] and "campplus" not in (front_ends or {}):

@@ -226,7 +226,10 @@ def _arithmetic(node, values):
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
         return -_arithmetic(node.operand, values)
     if isinstance(node, ast.BinOp) and type(node.op) in OPERATIONS:
-        return _plain(OPERATIONS[type(node.op)](_arithmetic(node.left, values), _arithmetic(node.right, values)))
+        result = OPERATIONS[type(node.op)](_arithmetic(node.left, values), _arithmetic(node.right, values))
+        if not -MAX_INT <= result < MAX_INT:
+            raise OverflowError
+        return result
     raise TypeError
 
 

@@ -167,7 +167,7 @@ def test_voices(source, tmp_path):
 
 def test_names_of_voices_cannot_leave_their_folder(copy, tmp_path):
     s = SIZES["small"]
-    names = ["../../x", "a/b", "a_b", "A_B", ".", "x" * 300]
+    names = ["../../x", "a/b", "a_b", "A_B", ".", "x" * 200]
     write_torch(copy / "spk2info.pt", {name: voice(s, 0, i) for i, name in enumerate(names)})
     convert(str(copy), str(tmp_path / "out"))
     assert len(list((tmp_path / "out" / "voices").iterdir())) == len(names)
@@ -304,10 +304,21 @@ def test_truncated_onnx(copy, tmp_path, name):
         ("llm_input_size: 128", "llm_input_size: 64", "hidden_size differ: 64 and 128"),
         ("sample_rate: 24000", "sample_rate: 22050", "mel frames a second"),
         ("hop_size: 480", "hop_size: 240", "mel frames a second"),
+        ("hop_len: 4", "hop_len: 8", "hop_size differ: 960 and 480"),
+        ("hop_len: 4", "hop_len: 0", "hop_len is 0"),
+        ("static_chunk_size: !ref <chunk_size> * <token_mel_ratio>", "static_chunk_size: 40", "differ: 50 and 40"),
+        ("    num_mels: 80", "    num_mels: 40", "output_size differ: 40 and 80"),
+        ("t_scheduler: 'cosine'", "t_scheduler: 'linear'", "only 'cosine'"),
+        ("num_decoding_left_chunks: -1", "num_decoding_left_chunks: 2", "only -1"),
+        ("mix_ratio: [5, 15]", "mix_ratio: [5, 0]", "mix_ratio is [5, 0]"),
+        ("audio_limit: 0.99", "audio_limit: [1]", "audio_limit is [1]"),
+        ("lrelu_slope: 0.1", "lrelu_slope: -0.1", "lrelu_slope is -0.1"),
+        ("fmax: null", "fmax: 12001", "half the rate"),
+        ("win_size: 1920", "win_size: 4000", "no windows"),
         ("    vocab_size: 99\n", "", "vocab_size"),
         ("sample_rate: 24000\n", "", "sample_rate"),
         ("flow: !new:", "flou: !new:", "flow"),
-        ("istft_params:\n        n_fft: 16\n        hop_len: 4", "istft_params: 3", "another kind"),
+        ("istft_params:\n        n_fft: 16\n        hop_len: 4", "istft_params: 3", "hop_len is None"),
         ("depth: 2", "depth: two", "depth"),
         ("sample_rate: 24000", "sample_rate: [", "valid YAML"),
     ],
@@ -323,11 +334,13 @@ def test_no_entry_of_the_yaml_can_crash_the_converter(copy, tmp_path):
     path, outcomes = copy / "cosyvoice3.yaml", Counter()
     lines = path.read_text().splitlines()
     for i, line in enumerate(lines):
-        for value in ("", "0", "x", "[[1]]", "0.5"):
+        for value in ("", "0", "x", "[[1]]", "2001-01-01", "!new:a.b"):
             changed = [*lines[:i], f"{line.partition(':')[0]}: {value}", *lines[i + 1 :]]
             path.write_text("\n".join(changed) + "\n")
             try:
-                outcomes[convert(str(copy), str(tmp_path / "out"), dry_run=True).dry_run] += 1
+                report = convert(str(copy), str(tmp_path / "out"), dry_run=True)
+                json.dumps(report.config, sort_keys=True)
+                outcomes[report.dry_run] += 1
             except CosyH3Error as e:
                 assert "\n" not in str(e), e
                 outcomes["error"] += 1
@@ -373,6 +386,9 @@ def test_tensors_that_are_missing_or_unknown(copy, tmp_path, file):
         ({"prompt_speech_feat": None}, "only one of"),
         ({"prompt_speech_feat": np.zeros((1, 60, 40), np.float32)}, "80 bins"),
         ({"prompt_text": "text"}, "not a tensor"),
+        ({"prompt_text": np.ones((1, 3), np.float32)}, "not of whole numbers"),
+        ({"prompt_speech_feat": np.zeros((1, 58, 80), np.float32)}, "30 speech tokens and 58 mel frames"),
+        ({"flow_prompt_speech_token": np.zeros((1, 0), np.int32)}, "0 speech tokens and 60 mel frames"),
     ],
 )
 def test_bad_voices(copy, tmp_path, change, said):
@@ -380,6 +396,22 @@ def test_bad_voices(copy, tmp_path, change, said):
     write_torch(copy / "spk2info.pt", {"anna": entry})
     message = error(copy, tmp_path)
     assert said in message and "'anna'" in message and "spk2info.pt" in message
+
+
+class Raw(str):
+    """Text that can be written as no valid UTF-8."""
+
+    def encode(self, *_):
+        return str.encode(self, "utf-8", "surrogatepass")
+
+
+@pytest.mark.parametrize(
+    "name, said", [(" ", "a name"), ("x" * 201, "a name"), (Raw("a\ud800"), "not Unicode")], ids=range(3)
+)
+def test_bad_names_of_voices(copy, tmp_path, name, said):
+    write_torch(copy / "spk2info.pt", {name: voice(SIZES["small"])})
+    message = error(copy, tmp_path)
+    assert said in message and len(message) < 300
 
 
 @pytest.mark.parametrize(
@@ -456,6 +488,14 @@ def test_the_embedded_form_is_small_and_close(trained):
     assert errors["logits"] < 0.05 and errors["mel"] < 0.02 and errors["wav"] < 0.01
     assert sum(f.stat().st_size for f in trained.rglob("*") if f.is_file()) < 18_000_000
     assert set(load(trained).voices) == {"slt", "rms", "awb"}
+
+
+def test_the_size_before_is_that_of_the_file(tmp_path):
+    folder = large("checkpoints", "cosyvoice3-tiny")
+    sizes = convert(str(folder), str(tmp_path / "out"), dry_run=True).sizes
+    for part in ("flow", "hift"):  # float16 there
+        file = (folder / f"{part}.pt").stat().st_size
+        assert 0.95 * file < sizes[part][1] < file
 
 
 def test_what_is_found(tmp_path, source):

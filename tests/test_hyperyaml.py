@@ -41,14 +41,15 @@ def test_a_reference_to_a_mapping_is_a_copy():
     assert told["n"] == told["m"] and told["n"] is not told["m"]
 
 
-def test_numbers_are_those_of_yaml_1_2():
-    assert parse("a: 1e-06\nb: 1E5\nc: -2e3\nd: 1.5e-3\ne: e5\n") == {
-        "a": 1e-6,
-        "b": 1e5,
-        "c": -2e3,
-        "d": 1.5e-3,
-        "e": "e5",
-    }
+def test_scalars_are_those_of_yaml_1_2():
+    told = parse("a: 1e-06\nb: 1E5\nc: -2e3\nd: 1.5e-3\ne: e5\nf: 0x1f\ng: 010\nh: +.5\ni: true\nj:\nk: ~\n")
+    assert told == {
+        "a": 1e-6, "b": 1e5, "c": -2e3, "d": 1.5e-3, "e": "e5", "f": 31, "g": 10, "h": 0.5,
+        "i": True, "j": None, "k": None,
+    }  # fmt: skip
+    assert [type(told[k]) for k in "abfg"] == [float, float, int, int]
+    text = "a: 2001-01-01\nb: 1:30\nc: yes\nd: .nan\ne: 1_000\n<<: x\n"
+    assert parse(text) == {"a": "2001-01-01", "b": "1:30", "c": "yes", "d": ".nan", "e": "1_000", "<<": "x"}
 
 
 BOMB = "a: &a [x,x,x,x,x,x,x,x,x]\n" + "".join(
@@ -80,8 +81,22 @@ REFERENCE_BOMB = "a0: [x]\n" + "".join(f"a{i + 1}: [{', '.join([f'!ref <a{i}>'] 
         ("", "no entries"),
         ("a: [1\n", "valid YAML"),
         ("? [a]\n: 1\n", "valid YAML"),
-        ("a: " + "9" * 5000, "valid YAML"),
-        ("a: 2001-99-99", "valid YAML"),
+        ("a: " + "9" * 5000, "too large"),
+        ("a: 0x" + "f" * 5000, "too large"),
+        ("a: 1e999", "too large or none"),
+        ("a: 99999999999999999999", "too large or none"),
+        ("a: 9\nb: !ref <a>" + "*999999999" * 3, "too large a number"),
+        ("a: 9\nb: !ref <a>*" + "9" * 1000, "too large"),
+        ("a: !!float nan", "too large or none"),
+        ("a: !!bool x", "valid YAML"),
+        ("a: !!int x", "valid YAML"),
+        ("a: !!binary aGk=", "tag"),
+        ("a: !!timestamp 2001-01-01", "tag"),
+        ("a: !!set {x}", "tag"),
+        ('a: "\\ud800"', "Unicode"),
+        ("a: {1: 2}", "as a name"),
+        ("null: 2", "as a name"),
+        ("a: !ref " + "<" * 5000, "no <name>"),
         ("a: \x00", "valid YAML"),
     ],
     ids=lambda value: repr(value)[:30],
