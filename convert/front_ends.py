@@ -20,6 +20,7 @@ from mlx_cosyh3.errors import CheckpointError, CosyH3Error
 
 PASSED = ("Cast", "Identity", "Squeeze", "Unsqueeze")  # nodes that a layer may have between its parts
 ATTENTION = ("query", "key", "value", "out")
+MAX_STEP = 1000  # of a dilation or a pool: far above any model's, and no danger to memory
 
 
 def campplus_from(path):
@@ -32,11 +33,11 @@ def campplus_from(path):
         with _named(path):
             weights, known = _campplus_graph(read_onnx(path))
     else:
-        weights = campplus.sanitize({n: np.asarray(t.numpy()) for n, t in open_source(path).tensors.items()})
+        tensors = open_source(path).tensors
+        with _named(path):
+            weights = campplus.sanitize({n: np.asarray(t.numpy()) for n, t in tensors.items()})
     with _named(path):
-        config = CAMPPlusConfig.from_weights(weights, **known)
-        _check(CAMPPlus(config), weights)
-    return _as_dict(config), weights
+        return _checked(CAMPPlus, CAMPPlusConfig, weights, known)
 
 
 def speech_tokenizer_from(path, rate=None):
@@ -50,14 +51,14 @@ def speech_tokenizer_from(path, rate=None):
         with _named(path):
             weights, known = _s3_graph(read_onnx(path))
     else:
-        weights = s3tokenizer.sanitize({n: np.asarray(t.numpy()) for n, t in open_source(path).tensors.items()})
+        tensors = open_source(path).tensors
+        with _named(path):
+            weights = s3tokenizer.sanitize({n: np.asarray(t.numpy()) for n, t in tensors.items()})
         if "positions" in weights and rate not in (25, 50):
             raise CosyH3Error(f"{path} is a v1 speech tokenizer, which exists at 25 and at 50 ids a second: say which")
         known["strides"] = (1, 2) if rate == 50 else (2, 2)
     with _named(path):
-        config = S3TokenizerConfig.from_weights(weights, **known)
-        _check(S3Tokenizer(config), weights)
-    return _as_dict(config), weights
+        return _checked(S3Tokenizer, S3TokenizerConfig, weights, known)
 
 
 class _named:
@@ -74,9 +75,13 @@ class _named:
             raise CheckpointError(f"{self.path}: {error}") from error
 
 
-def _check(model, weights):
-    """Raise CheckpointError unless `weights` are exactly what `model` has."""
-    wanted = {name: tuple(a.shape) for name, a in tree_flatten(model.parameters())}
+def _checked(model, config, weights, known):
+    """(config as a dict, weights). Raises CheckpointError unless the weights are exactly what the model has."""
+    for name, a in weights.items():
+        if not a.size:
+            raise CheckpointError(f"the tensor {name!r} is empty (shape {list(a.shape)}): the file is damaged")
+    config = config.from_weights(weights, **known)
+    wanted = {name: tuple(a.shape) for name, a in tree_flatten(model(config).parameters())}
     for name in wanted:
         if name not in weights:
             raise CheckpointError(f"the tensor {name!r} is missing: the file is incomplete, or holds another model")
@@ -84,10 +89,7 @@ def _check(model, weights):
         if wanted.get(name) != a.shape:
             fits = "there is no place for it" if name not in wanted else f"{list(wanted[name])} is needed"
             raise CheckpointError(f"the tensor {name!r} has the shape {list(a.shape)}, but {fits}: it is another model")
-
-
-def _as_dict(config):
-    return {k: list(v) if isinstance(v, tuple) else v for k, v in dataclasses.asdict(config).items()}
+    return {k: list(v) if isinstance(v, tuple) else v for k, v in dataclasses.asdict(config).items()}, weights
 
 
 # ---------------------------------------------------------------- graphs
@@ -124,6 +126,27 @@ def _attribute(node, name, default):
     if not isinstance(value, type(default)):
         raise CheckpointError(f"the layer {node.name or node.op!r} has a strange {name}: {str(value)[:80]}")
     return value
+
+
+def _step(node, name):
+    """The first number of an attribute with one for each axis, such as strides; 1 if it is not there."""
+    steps = _attribute(node, name, [1])
+    if not steps or not all(isinstance(n, int) and 0 < n <= MAX_STEP for n in steps):
+        raise CheckpointError(f"the layer {node.name or node.op!r} has a strange {name}: {str(steps)[:80]}")
+    return steps[0]
+
+
+def _epsilon(value):
+    """An fp32 number as it was written: 1e-05, not 9.999999747378752e-06."""
+    value = float(str(np.float32(value)))
+    if not 0 <= value < 1:
+        raise CheckpointError(f"a norm has the epsilon {value}: the file is damaged")
+    return value
+
+
+def _floats(graph, node):
+    """The constant inputs of a node that are floats."""
+    return [v for v in graph.constants(node).values() if v.dtype.kind == "f"]
 
 
 # ---------------------------------------------------------------- CAM++
@@ -173,9 +196,9 @@ def _campplus_graph(graph):
         if last:
             _put(weights, "dense", convs[1][1])
         block, layer = block + 1, 0
-    pools = [_attribute(n, "kernel_shape", [0])[0] for n in graph.nodes if n.op == "AveragePool"]
+    pools = [_step(n, "kernel_shape") for n in graph.nodes if n.op == "AveragePool"]
     known = {"dilations": tuple(dilations)} | ({"segment": pools[0]} if pools else {})
-    if len(dilations) != 3 or len(set(pools)) > 1 or pools and pools[0] < 1:
+    if len(dilations) != 3 or len(set(pools)) > 1:
         raise CheckpointError(
             f"it is no speaker encoder: it has {len(dilations)} dense blocks, not 3, or uneven pooling"
         )
@@ -186,7 +209,7 @@ def _affine(graph, node):
     """(scale, shift) of a BatchNormalization node."""
     kinds = ("weight", "bias", "running_mean", "running_var")
     norm = {kind: _weight(graph, node, i, (1,)) for i, kind in enumerate(kinds, 1)}
-    return campplus.affine(norm, _attribute(node, "epsilon", 1e-5))
+    return campplus.affine(norm, _epsilon(_attribute(node, "epsilon", 1e-5)))
 
 
 def _campplus_head(convs):
@@ -220,7 +243,7 @@ def _dense_layer(graph, weights, name, convs):
         raise CheckpointError(f"it is no speaker encoder: {name} is no dense layer with a gate")
     for role, (_, pair) in roles.items():
         _put(weights, f"{name}.{role}", pair, bias=role != "local")
-    return _attribute(roles["local"][0], "dilations", [1])[0]
+    return _step(roles["local"][0], "dilations")
 
 
 def _put(weights, name, pair, bias=True):
@@ -248,7 +271,9 @@ def _s3_graph(graph):
     for i, node in enumerate(plain, 1):
         weights[f"conv{i}.weight"] = _weight(graph, node, 1, (3,)).transpose(0, 2, 1)
         weights[f"conv{i}.bias"] = _weight(graph, node, 2, (1,))
-    known["strides"] = tuple(_attribute(n, "strides", [1])[0] for n in plain)
+    known["strides"] = tuple(_step(n, "strides") for n in plain)
+    if known["strides"] not in ((1, 2), (2, 2)):
+        raise CheckpointError(f"it is no speech tokenizer: the strides of its convolutions are {known['strides']}")
     state = weights["conv2.bias"].shape[0]
     linears = _linears(graph)
     blocks, rest = _s3_blocks(linears, state)
@@ -299,7 +324,7 @@ def _linears(graph):
         else:
             weight, add = weight.T, _user(graph, node, "Add")
             bias = (
-                next((v for v in graph.constants(add).values() if v.shape == weight.shape[:1]), None) if add else None
+                next((v for v in _floats(graph, add) if v.shape == weight.shape[:1]), None) if add else None
             )
         found.append((node, weight, bias))
     return found
@@ -345,7 +370,7 @@ def _layer_norms(graph, state):
     for node in graph.nodes:
         if node.op == "LayerNormalization":
             epsilon = _attribute(node, "epsilon", 1e-5)
-            found.append((_weight(graph, node, 1, (1,)), _weight(graph, node, 2, (1,)), _rounded(epsilon)))
+            found.append((_weight(graph, node, 1, (1,)), _weight(graph, node, 2, (1,)), _epsilon(epsilon)))
         elif node.op == "Sqrt":
             parts = (
                 (div := _user(graph, node, "Div")) and (mul := _user(graph, div, "Mul")) and _user(graph, mul, "Add")
@@ -353,16 +378,11 @@ def _layer_norms(graph, state):
             inner = graph.maker.get(node.inputs[0]) if node.inputs else None
             if not parts or inner is None or inner.op != "Add":
                 continue
-            scalars = [v for v in graph.constants(inner).values() if v.size == 1]
-            pair = [next((v for v in graph.constants(n).values() if v.shape == (state,)), None) for n in (mul, parts)]
+            scalars = [v for v in _floats(graph, inner) if v.size == 1]
+            pair = [next((v for v in _floats(graph, n) if v.shape == (state,)), None) for n in (mul, parts)]
             if scalars and pair[0] is not None and pair[1] is not None:
-                found.append((*pair, _rounded(scalars[0].reshape(())[()])))
+                found.append((*pair, _epsilon(scalars[0].reshape(())[()])))
     return found
-
-
-def _rounded(epsilon):
-    """An fp32 number as it was written: 1e-05, not 9.999999747378752e-06."""
-    return float(str(np.float32(epsilon)))
 
 
 def _quantiser(graph, rest, state):
@@ -370,7 +390,8 @@ def _quantiser(graph, rest, state):
     if len(rest) == 1 and rest[0][2] is not None:
         return {"project.weight": rest[0][1], "project.bias": rest[0][2]}
     squared = (graph.value(n.inputs[0]) for n in graph.nodes if n.op == "Pow" and n.inputs)
-    books = [v for v in squared if v is not None and v.ndim == 2 and state in v.shape] + [w for _, w, _ in rest]
+    books = [v for v in squared if v is not None and v.dtype.kind == "f"] + [w for _, w, _ in rest]
+    books = [v for v in books if v.ndim == 2 and state in v.shape]
     if not books:
         raise CheckpointError("it is no speech tokenizer: it has no quantiser")
     return {"codebook": books[0] if books[0].shape[1] == state else books[0].T}
@@ -381,7 +402,7 @@ def _positions(graph, state):
     tables = []
     for node in graph.nodes:
         if node.op in ("Add", "Slice"):
-            tables += [v for v in graph.constants(node).values() if v.ndim >= 2 and v.shape[-1] == state]
+            tables += [v for v in _floats(graph, node) if v.ndim >= 2 and v.shape[-1] == state]
     if not tables or tables[0].size // state < 2:
         raise CheckpointError("it is no speech tokenizer: it has neither a memory branch nor a table of positions")
     return tables[0].reshape(-1, state)

@@ -16,7 +16,7 @@ import numpy as np
 
 from mlx_cosyh3.errors import CheckpointError
 
-MAX_ITEMS = 1 << 20  # nodes, tensors, or entries of a list
+MAX_ITEMS = 1 << 17  # nodes, tensors, or entries of a list: a few bytes of file each, hundreds once read
 MAX_NAME = 1 << 14  # bytes
 MAX_VARINTS = 1 << 26  # bytes of a tensor stored as numbers of variable length, which must be unpacked
 
@@ -90,21 +90,27 @@ class Graph:
             for name in dict.fromkeys(n.inputs):
                 self.users.setdefault(name, []).append(n)
 
-    def value(self, name):
+    def value(self, name, depth=8):
         """The constant `name`, from an initialiser or a Constant node, as numpy; None if it is computed."""
-        for _ in range(8):  # shared weights come through Identity nodes
-            if name in self.weights:
-                return self.weights[name].numpy()
-            node = self.maker.get(name)
-            if node is None or node.op not in ("Constant", "Identity"):
-                return None
-            if node.op == "Constant":
-                value = next(iter(node.attributes.values()), None)
-                return value.numpy() if isinstance(value, OnnxTensor) else None if value is None else np.asarray(value)
-            if not node.inputs:
-                return None
-            name = node.inputs[0]
-        return None
+        if name in self.weights:
+            return self.weights[name].numpy()
+        node = self.maker.get(name)
+        if node is None:
+            return None
+        if node.op == "Constant":
+            value = next(iter(node.attributes.values()), None)
+            return value.numpy() if isinstance(value, OnnxTensor) else None if value is None else np.asarray(value)
+        # Shared weights come through Identity nodes; Transpose stays where the exporter did not fold constants.
+        if node.op not in ("Identity", "Transpose") or not node.inputs or not depth:
+            return None
+        value = self.value(node.inputs[0], depth - 1)
+        if value is None or node.op == "Identity":
+            return value
+        axes = list(range(value.ndim))
+        order = node.attributes.get("perm", axes[::-1])
+        if not isinstance(order, list) or not all(isinstance(i, int) for i in order) or sorted(order) != axes:
+            raise CheckpointError(f"the node {node.name!r} transposes {value.ndim} axes in the order {str(order)[:80]}")
+        return value.transpose(order)
 
     def constants(self, node):
         """{position: numpy} of the inputs of a node that are constants."""

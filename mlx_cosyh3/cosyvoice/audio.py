@@ -65,12 +65,15 @@ def _from_file(source):
     is_path = not hasattr(source, "read")
     name = str(source) if is_path else str(getattr(source, "name", "the recording"))
     if is_path:
-        source = Path(source).expanduser()
-        if not source.is_file():
-            raise CosyH3Error(
-                f"{name} is a folder, not a recording" if source.is_dir() else f"there is no recording {name}"
-            )
-        if source.stat().st_size == 0:
+        source = _path(source)
+        try:
+            is_file, is_folder = source.is_file(), source.is_dir()
+            size = source.stat().st_size if is_file else 0
+        except OSError as e:
+            raise CosyH3Error(f"cannot read {name[:200]}: {e.strerror or e}") from e
+        if not is_file:
+            raise CosyH3Error(f"{name} is a folder, not a recording" if is_folder else f"there is no recording {name}")
+        if not size:
             raise CosyH3Error(f"{name} is empty (0 bytes)")
     blocks = []
     try:
@@ -92,7 +95,11 @@ def _from_array(source):
     """(samples, rate) of (array, rate)."""
     if len(source) != 2:
         raise CosyH3Error(f"a recording given as numbers is (samples, rate), not a tuple of {len(source)}")
-    samples, rate = np.asarray(source[0]), _rate(source[1])
+    rate = _rate(source[1])
+    try:
+        samples = np.asarray(source[0])
+    except ValueError as e:
+        raise CosyH3Error("samples must be one array [N] or [N, channels]: the channels differ in length") from e
     if samples.ndim not in (1, 2):
         raise CosyH3Error(f"samples must have the shape [N] or [N, channels], not {list(samples.shape)}")
     if samples.dtype.kind == "i":
@@ -101,16 +108,27 @@ def _from_array(source):
         samples = (samples.astype(np.float32) - 128) / 128
     elif samples.dtype.kind != "f":
         raise CosyH3Error(f"samples must be floats from -1 to 1 or signed integers, not {samples.dtype}")
-    samples = samples.astype(np.float32)
+    with np.errstate(over="ignore"):  # infinite then, and refused
+        samples = samples.astype(np.float32)
+    if samples.ndim == 2 and not samples.size:
+        samples = samples.reshape(-1)
     if samples.ndim == 2:  # a recording has more samples than channels
         samples = samples.mean(axis=1 if samples.shape[0] >= samples.shape[1] else 0, dtype=np.float32)
     return samples, rate
 
 
 def _rate(rate):
-    if isinstance(rate, numbers.Real) and math.isfinite(rate) and rate == int(rate) > 0:
+    if isinstance(rate, numbers.Real) and math.isfinite(rate) and 0 < rate == int(rate) < 1 << 31:
         return int(rate)
     raise CosyH3Error(f"a sample rate is a whole number of Hz such as 24000, not {rate!r}")
+
+
+def _path(path):
+    """As a Path, with ~ made the home folder; where there is no such home, the name as it is."""
+    try:
+        return Path(path).expanduser()
+    except RuntimeError:
+        return Path(path)
 
 
 def check_clip(audio, rate, note=warn):
@@ -210,15 +228,16 @@ def write_wav(path, audio, rate):
     pcm = np.round(np.clip(audio, -1, 1) * 32767).astype(np.int16)
     kind, subtype = FORMATS[ending]
     buffer = io.BytesIO()
-    soundfile.write(buffer, pcm, rate, format=kind, subtype=subtype)
     try:
+        soundfile.write(buffer, pcm, rate, format=kind, subtype=subtype)
         if str(path) == "-":
             sys.stdout.buffer.write(buffer.getbuffer())
             sys.stdout.buffer.flush()
         else:
-            _replace(os.path.realpath(Path(path).expanduser()), buffer.getbuffer())
-    except OSError as e:
-        raise CosyH3Error(f"cannot write {'to stdout' if str(path) == '-' else path}: {e.strerror or e}") from e
+            _replace(os.path.realpath(_path(path)), buffer.getbuffer())
+    except (OSError, ValueError, soundfile.LibsndfileError) as e:  # ValueError: a zero byte in the name
+        why = getattr(e, "error_string", None) or getattr(e, "strerror", None) or e
+        raise CosyH3Error(f"cannot write {'to stdout' if str(path) == '-' else path}: {why}") from e
 
 
 def _replace(path, data):

@@ -52,11 +52,13 @@ class CAMPPlusConfig:
             head, tdnn = weights["head.conv1.conv.weight"].shape[0], weights["tdnn.weight"].shape
             bottleneck, growth = weights["block1.0.linear.weight"].shape[0], weights["block1.0.local.weight"].shape[0]
             context, embedding = weights["block1.0.context1.weight"].shape[0], weights["dense.weight"].shape[0]
+            feat_dim = 8 * (tdnn[2] // head)
         except KeyError as e:
             raise CheckpointError(
                 f"the speaker encoder lacks the tensor {e.args[0]!r}: it is cut short, or no CAM++"
             ) from e
-        feat_dim = 8 * (tdnn[2] // head)
+        except (IndexError, ZeroDivisionError) as e:
+            raise CheckpointError("the speaker encoder has weights of the wrong shape: it is no CAM++") from e
         return cls(feat_dim, embedding, head, tdnn[0], growth, bottleneck, context, tuple(count), **known)
 
 
@@ -209,6 +211,9 @@ def quantizes(path):
 
 def affine(norm, epsilon=EPSILON):
     """(scale, shift), float64, of a batch norm's weight, bias, running_mean, running_var (the first two optional)."""
+    shapes = {np.shape(a) for a in norm.values()}
+    if len(shapes) != 1:
+        raise CheckpointError(f"a batch norm of the speaker encoder has tensors of different shapes, {sorted(shapes)}")
     mean, var = (np.asarray(norm[k], np.float64) for k in ("running_mean", "running_var"))
     scale = np.asarray(norm.get("weight", 1.0), np.float64) / np.sqrt(var + epsilon)
     return scale, np.asarray(norm.get("bias", 0.0), np.float64) - mean * scale
@@ -217,7 +222,12 @@ def affine(norm, epsilon=EPSILON):
 def fold(weight, bias, norm):
     """(weight [O, ...], bias [O]), fp32, of a layer and the (scale, shift) after it; `bias` and `norm` may be None."""
     weight = np.asarray(weight, np.float64)
-    bias = np.zeros(len(weight)) if bias is None else np.asarray(bias, np.float64)
+    bias = np.zeros(weight.shape[:1]) if bias is None else np.asarray(bias, np.float64)
+    for a in (bias, *(norm or ())):
+        if a.shape != weight.shape[:1]:
+            raise CheckpointError(
+                f"the speaker encoder has a weight {list(weight.shape)} with a bias or batch norm {list(a.shape)}"
+            )
     if norm is not None:
         scale, shift = norm
         weight, bias = weight * scale.reshape(-1, *[1] * (weight.ndim - 1)), bias * scale + shift
@@ -227,7 +237,7 @@ def fold(weight, bias, norm):
 def our_layout(weight):
     """A weight in MLX's order: [O, I, 3, 3] -> [O, 3, 3 I], [O, I, 1(, 1)] -> [O, I], [O, I, K] -> [O, K, I]."""
     if weight.ndim == 4 and weight.shape[2:] == (3, 3):
-        return weight.transpose(0, 3, 2, 1).reshape(weight.shape[0], 3, -1)
+        return weight.transpose(0, 3, 2, 1).reshape(weight.shape[0], 3, 3 * weight.shape[1])
     if weight.ndim > 2 and set(weight.shape[2:]) == {1}:
         return weight.reshape(weight.shape[:2])
     return weight.transpose(0, 2, 1) if weight.ndim == 3 else weight
@@ -295,7 +305,10 @@ def sanitize(weights):
             if match := re.fullmatch(pattern, layer):
                 used.add(layer)
                 ours = _count_from_0(match.expand(ours))
-                scale, shift = affine(group)
+                try:
+                    scale, shift = affine(group)
+                except KeyError as e:
+                    raise CheckpointError(f"the speaker encoder lacks {e.args[0]!r} of {layer!r}") from e
                 out[f"{ours}.scale"], out[f"{ours}.shift"] = scale.astype(np.float32), shift.astype(np.float32)
     for layer in groups:
         if layer not in used:

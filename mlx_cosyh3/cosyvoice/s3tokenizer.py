@@ -62,15 +62,17 @@ class S3TokenizerConfig:
                 raise CheckpointError(f"the speech tokenizer is {state} wide, which is no multiple of {HEAD_DIM}")
             if "codebook" not in weights and "project.weight" not in weights:
                 raise CheckpointError("the speech tokenizer has no quantiser: neither a codebook nor a projection")
-        except (KeyError, ValueError) as e:
+            tables = {"positions": rows("positions"), "codebook": rows("codebook"), "digits": rows("project.weight")}
+        except (KeyError, ValueError, IndexError) as e:
             if isinstance(e, CheckpointError):
                 raise
-            raise CheckpointError("the speech tokenizer lacks its first convolution: it is cut short, or no S3") from e
+            raise CheckpointError(
+                "the speech tokenizer lacks its first convolution, or has weights of the wrong shape: it is cut short, "
+                "or no S3"
+            ) from e
         sizes = {"n_mels": mels, "n_state": state, "n_head": state // HEAD_DIM, "n_layer": len(layers),
-                 "memory": memory, "positions": rows("positions"), "codebook": rows("codebook"),
-                 "digits": rows("project.weight"),
-                 "key_bias": "blocks.0.attn.key.bias" in weights}  # fmt: skip
-        return cls(**sizes | known)
+                 "memory": memory, "key_bias": "blocks.0.attn.key.bias" in weights}  # fmt: skip
+        return cls(**sizes | tables | known)
 
 
 class Attention(nn.Module):
@@ -155,13 +157,14 @@ class S3Tokenizer(nn.Module):
 
     def encode(self, log_mel):
         """[B, T, 128] -> hidden [B, L, C], before the quantiser."""
+        most = min(WINDOW, self._config.positions * MEL_RATE // self.rate or WINDOW)  # frames
+        if log_mel.shape[1] > most:
+            raise CosyH3Error(
+                f"{log_mel.shape[1] / MEL_RATE:.1f} s is more than the {most // MEL_RATE} s that it sees at a time: "
+                "use tokenize"
+            )
         x = _gelu(self.conv2(_gelu(self.conv1(log_mel))))
         if self._config.positions:
-            if x.shape[1] > self._config.positions:
-                most = self._config.positions / self.rate
-                raise CosyH3Error(
-                    f"{log_mel.shape[1] / MEL_RATE:.1f} s is more than the {most:.0f} s that fit: use tokenize"
-                )
             x = x + self.positions[: x.shape[1]]
         for block in self.blocks:
             x = block(x)
