@@ -97,7 +97,13 @@ def test_bad_recordings(tmp_path):
         ((nan, 24000), "not finite"),
         ((tone(), 0), "sample rate"),
         ((tone(), "24k"), "sample rate"),
+        ((tone(), 1 << 33), "sample rate"),
         ((np.zeros((2, 2, 2)), 24000), "shape"),
+        (([[0.1], [0.1, 0.2]], 24000), "differ in length"),
+        ((np.zeros((0, 2)), 24000), "no audio"),
+        ((np.full(9, 1e300), 24000), "not finite"),
+        ("~nobody-of-this-name/a.wav", "no recording"),
+        ("x" * 5000, "cannot read"),
         ((np.zeros(9, complex), 24000), "complex"),
         (7, "not int"),
     ):
@@ -190,10 +196,19 @@ def test_a_full_disk_leaves_nothing(tmp_path, monkeypatch):
 
 def test_a_place_that_cannot_be_written(tmp_path):
     (tmp_path / "folder.wav").mkdir()
-    for path in (tmp_path / "gone" / "a.wav", tmp_path / "folder.wav"):
+    for path in (tmp_path / "gone" / "a.wav", tmp_path / "folder.wav", "~nobody-of-this-name/a.wav", "a\0.wav"):
         with pytest.raises(CosyH3Error, match="cannot write"):
             write_wav(path, tone(), 24000)
+    with pytest.raises(CosyH3Error, match="cannot write .*sample rate"):
+        write_wav(tmp_path / "a.flac", tone(), 700000)  # more than flac can say
     assert os.listdir(tmp_path) == ["folder.wav"]
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
+def test_a_device_that_is_full(tmp_path):
+    (tmp_path / "a.wav").symlink_to("/dev/full")
+    with pytest.raises(CosyH3Error, match="No space left"):
+        write_wav(tmp_path / "a.wav", tone(), 24000)
 
 
 # ---------------------------------------------------------------- playing

@@ -5,9 +5,14 @@ import importlib.util
 import mlx.core as mx
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from safetensors.numpy import load_file
 
+from mlx_cosyh3.convert import front_ends
 from mlx_cosyh3.convert.front_ends import campplus_from, speech_tokenizer_from
+from mlx_cosyh3.convert.onnx_file import Graph, Node, read_onnx
+from mlx_cosyh3.convert.sources import open_source
 from mlx_cosyh3.cosyvoice import campplus, s3tokenizer
 from mlx_cosyh3.cosyvoice.campplus import CAMPPlus, CAMPPlusConfig
 from mlx_cosyh3.cosyvoice.s3tokenizer import S3Tokenizer, S3TokenizerConfig
@@ -117,6 +122,8 @@ def test_windows_join_at_the_right_tokens():
     first, second = (np.array(model(mx.array(mel[a : a + 3000])[None])[0]) for a in (0, 2600))
     np.testing.assert_array_equal(model.tokenize(audio), np.concatenate([first[:700], second[50:]]))
     assert len(model.tokenize(np.zeros(100, np.float32))) == 0
+    with pytest.raises(CosyH3Error, match="30.0 s is more than the 30 s"):
+        model(mx.array(mel[None, :3001]))
 
 
 def test_sanitize_is_idempotent_and_names_unknown_keys():
@@ -145,8 +152,6 @@ def test_a_file_of_another_model_is_refused():
 
 @pytest.mark.parametrize("name", ["s3_v2", "s3_v3"])
 def test_a_graph_without_node_names_gives_the_same(name, monkeypatch):
-    from mlx_cosyh3.convert import front_ends
-
     path = cosyvoice_golden(name) / "tokenizer_lookalike.onnx"
     config, weights = speech_tokenizer_from(path)
 
@@ -160,3 +165,158 @@ def test_a_graph_without_node_names_gives_the_same(name, monkeypatch):
     again = speech_tokenizer_from(path)
     assert again[0] == config and again[1].keys() == weights.keys()
     assert all((again[1][k] == weights[k]).all() for k in weights)
+
+
+# ---------------------------------------------------------------- graphs made here
+
+
+class Stored:
+    """A weight of a graph in memory."""
+
+    def __init__(self, array):
+        self.array, self.shape = array, array.shape
+
+    def numpy(self):
+        return self.array
+
+
+def v1_graph(weights, strides, folded, fused):
+    """What torch.onnx makes of a v1 tokenizer, less the nodes between layers.
+
+    folded   weights of linear layers are transposed in the file, else by a node
+    fused    layer norms are one node each, else ten"""
+    nodes, stored = [], {}
+
+    def add(op, *inputs, **attributes):
+        names = []
+        for a in inputs:
+            if isinstance(a, np.ndarray):
+                stored[f"w{len(stored)}"] = Stored(a)
+                a = f"w{len(stored) - 1}"
+            names.append(a)
+        nodes.append(Node("", op, names, [f"t{len(nodes)}"], attributes))
+        return nodes[-1].outputs[0]
+
+    def linear(x, name):
+        w = weights[f"{name}.weight"]
+        x = add("MatMul", x, np.ascontiguousarray(w.T) if folded else add("Transpose", w, perm=[1, 0]))
+        return add("Add", weights[f"{name}.bias"], x) if f"{name}.bias" in weights else x
+
+    def norm(x, name):
+        w, b = weights[f"{name}.weight"], weights[f"{name}.bias"]
+        if fused:
+            return add("LayerNormalization", x, w, b, epsilon=float(np.float32(1e-5)))
+        middle = add("Sub", x, add("ReduceMean", x))
+        var = add("Add", add("ReduceMean", add("Pow", middle, np.array(2, np.float32))), np.array(1e-5, np.float32))
+        return add("Add", add("Mul", add("Div", middle, add("Sqrt", var)), w), b)
+
+    x = "mel"
+    for i, stride in enumerate(strides, 1):
+        x = add("Conv", x, weights[f"encoder.conv{i}.weight"], weights[f"encoder.conv{i}.bias"], strides=[stride])
+    x = add("Add", x, add("Slice", weights["encoder.positional_embedding"], "start", "stop"))
+    for i in range(len({n.split(".")[2] for n in weights if n.startswith("encoder.blocks.")})):
+        block = f"encoder.blocks.{i}"
+        y = norm(x, f"{block}.attn_ln")
+        q, k, v = (linear(y, f"{block}.attn.{role}") for role in ("query", "key", "value"))
+        y = add("MatMul", add("Softmax", add("MatMul", q, k)), v)
+        x = add("Add", x, linear(y, f"{block}.attn.out"))
+        y = add("Gelu", linear(norm(x, f"{block}.mlp_ln"), f"{block}.mlp.0"))
+        x = add("Add", x, linear(y, f"{block}.mlp.2"))
+    book = weights["quantizer._codebook.embed"]
+    book = np.ascontiguousarray(book.T) if folded else add("Transpose", book, perm=[1, 0])
+    x = add("Sub", add("Pow", book, np.array(2, np.float32)), add("MatMul", x, book))
+    return Graph(nodes, stored, ["mel"], [x])
+
+
+@pytest.mark.parametrize("folded, fused", [(True, False), (True, True), (False, False)])
+@pytest.mark.parametrize("name, rate", [("s3_v1_50hz", 50), ("s3_v1_25hz", 25)])
+def test_a_v1_graph_is_the_checkpoint(name, rate, folded, fused, monkeypatch):
+    path = cosyvoice_golden(name) / "tokenizer.pt"
+    upstream = {n: np.asarray(t.numpy()) for n, t in open_source(path).tensors.items()}
+    graph = v1_graph(upstream, (1, 2) if rate == 50 else (2, 2), folded, fused)
+    monkeypatch.setattr(front_ends, "read_onnx", lambda path: graph)
+    (config, weights), (wanted_config, wanted) = speech_tokenizer_from("v1.onnx"), speech_tokenizer_from(path, rate)
+    assert config == wanted_config and weights.keys() == wanted.keys()
+    assert all(np.array_equal(weights[n], wanted[n]) for n in wanted)
+
+
+STRANGE = ["text", -1, 0, 1 << 62, 1.5, float("nan"), [], [0], [-3], ["text"], [1.5], [1 << 62],
+           Stored(np.zeros((0,), np.float32)), Stored(np.array(3))]  # fmt: skip
+SHAPED = [lambda a: a.reshape(-1), lambda a: a[:0] if a.ndim else a[None], lambda a: a.astype(np.int64),
+          lambda a: a[None], lambda a: a.T, lambda a: np.zeros((0,) * max(1, a.ndim), np.float32)]  # fmt: skip
+OPS = ["Conv", "Gemm", "MatMul", "Sqrt", "LayerNormalization", "BatchNormalization", "Constant", "Transpose", "Pow",
+       "Add", "AveragePool", "Slice"]  # fmt: skip
+
+
+def damage(graph, draw):
+    """A copy of the graph with one thing changed."""
+    nodes = [Node(n.name, n.op, list(n.inputs), list(n.outputs), dict(n.attributes)) for n in graph.nodes]
+    weights, n = dict(graph.weights), draw(st.sampled_from(nodes))
+    how = draw(st.sampled_from(["gone", "op", "fewer inputs", "other input", "attribute", "weight", "no weight"]))
+    if how == "gone":
+        nodes.remove(n)
+    elif how == "op":
+        n.op = draw(st.sampled_from(OPS))
+    elif how == "fewer inputs":
+        del n.inputs[draw(st.integers(0, len(n.inputs))) :]
+    elif how == "other input" and n.inputs:
+        n.inputs[draw(st.integers(0, len(n.inputs) - 1))] = draw(st.sampled_from(["", *weights, *graph.maker]))
+    elif how == "attribute":
+        known = ["epsilon", "group", "strides", "kernel_shape", "dilations", "value", "transB", "perm"]
+        n.attributes[draw(st.sampled_from([*n.attributes, *known]))] = draw(st.sampled_from(STRANGE))
+    elif how == "weight":
+        name = draw(st.sampled_from(list(weights)))
+        weights[name] = Stored(draw(st.sampled_from(SHAPED))(weights[name].numpy()))
+    elif how == "no weight":
+        del weights[draw(st.sampled_from(list(weights)))]
+    return Graph(nodes, weights, graph.inputs, graph.outputs)
+
+
+@pytest.mark.parametrize(
+    "name, file, read",
+    [
+        ("campplus", "campplus_tiny.onnx", campplus_from),
+        ("s3_v2", "tokenizer_lookalike.onnx", speech_tokenizer_from),
+        ("s3_v3", "tokenizer_lookalike.onnx", speech_tokenizer_from),
+    ],
+)
+def test_a_damaged_graph_is_a_model_or_an_error(name, file, read):
+    whole = read_onnx(cosyvoice_golden(name) / file)
+
+    @settings(max_examples=150, deadline=None)
+    @given(st.data())
+    def check(data):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(front_ends, "read_onnx", lambda path: damage(whole, data.draw))
+            try:
+                config, weights = read("damaged.onnx")
+            except CheckpointError as e:  # the only error there may be
+                assert "damaged.onnx" in str(e) and "\n" not in str(e)
+            else:
+                assert config and all(a.size for a in weights.values())
+
+    check()
+
+
+@pytest.mark.parametrize("how", SHAPED)
+def test_a_checkpoint_with_a_misshapen_tensor(how, monkeypatch):
+    class Source:
+        pass
+
+    for name, file, read in (
+        ("campplus", "campplus_tiny.pt", campplus_from),
+        ("s3_v3", "tokenizer.pt", speech_tokenizer_from),
+    ):
+        whole = {n: np.asarray(t.numpy()) for n, t in open_source(cosyvoice_golden(name) / file).tensors.items()}
+        names = [n for n in whole if any(part in n for part in (".0.", "tdnnd1.", "conv", "quantizer", "xvector.tdnn"))]
+        for broken in names:
+            source = Source()
+            source.tensors = {n: Stored(how(a) if n == broken else a) for n, a in whole.items()}
+            monkeypatch.setattr(front_ends, "open_source", lambda path, source=source: source)
+            try:
+                read("damaged.pt")
+            except CheckpointError as e:
+                assert "damaged.pt" in str(e)
+            else:  # it had this shape before, or is not used
+                same = how(whole[broken]).shape == whole[broken].shape
+                assert same or "codebook" in broken or "positional" in broken or "num_batches" in broken

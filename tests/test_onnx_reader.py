@@ -92,6 +92,27 @@ def test_nodes_and_constants(tmp_path):
     assert graph.value("x") is None and graph.maker["z"] is graph.nodes[2]
 
 
+def transposed(perm):
+    how = run(5, run(1, "perm") + run(8, b"".join(varint(n) for n in perm))) if perm else b""
+    node = run(1, "t") + run(2, "y") + run(4, "Transpose") + how
+    return model(run(5, STORED["raw"][0]), run(1, node), run(1, run(1, "y") + run(2, "z") + run(4, "Transpose")))
+
+
+def test_constants_that_the_exporter_did_not_transpose(tmp_path):
+    for perm in ([], [1, 0]):
+        graph = read_onnx(write(tmp_path, transposed(perm)))
+        np.testing.assert_array_equal(graph.value("y"), FLOATS.T)
+        np.testing.assert_array_equal(graph.value("z"), FLOATS)
+    for perm in ([0], [0, 0], [0, 2], [-1, 0], [0, 1, 2]):
+        with pytest.raises(CheckpointError, match="transposes 2 axes"):
+            read_onnx(write(tmp_path, transposed(perm))).value("y")
+
+
+def test_a_constant_in_a_circle_is_none(tmp_path):
+    nodes = (run(1, a) + run(2, b) + run(4, "Identity") for a, b in ("ab", "ba"))
+    assert read_onnx(write(tmp_path, model(*(run(1, n) for n in nodes)))).value("a") is None
+
+
 @pytest.mark.parametrize(
     "data, why",
     [
@@ -107,6 +128,8 @@ def test_nodes_and_constants(tmp_path):
             "two weights",
         ),
         (model(run(5, run(8, b"n" * 20000))), "a name of 20000"),
+        (model(run(1, b"") * 140000), "more than 131072 entries"),
+        (model(run(1, run(5, run(8, b"\x01" * 2000000)))), "a list of 2000000 bytes"),
         (b"\x3a" + varint(1 << 50) + b"x", "cut short"),
         (b"\xff" * 40, "too long"),
     ],
