@@ -1,6 +1,7 @@
 """The speaker encoder and the speech tokenizers against upstream's, from checkpoints and from ONNX graphs."""
 
 import importlib.util
+from types import SimpleNamespace
 
 import mlx.core as mx
 import numpy as np
@@ -300,9 +301,6 @@ def test_a_damaged_graph_is_a_model_or_an_error(name, file, read):
 
 @pytest.mark.parametrize("how", SHAPED)
 def test_a_checkpoint_with_a_misshapen_tensor(how, monkeypatch):
-    class Source:
-        pass
-
     for name, file, read in (
         ("campplus", "campplus_tiny.pt", campplus_from),
         ("s3_v3", "tokenizer.pt", speech_tokenizer_from),
@@ -310,13 +308,11 @@ def test_a_checkpoint_with_a_misshapen_tensor(how, monkeypatch):
         whole = {n: np.asarray(t.numpy()) for n, t in open_source(cosyvoice_golden(name) / file).tensors.items()}
         names = [n for n in whole if any(part in n for part in (".0.", "tdnnd1.", "conv", "quantizer", "xvector.tdnn"))]
         for broken in names:
-            source = Source()
-            source.tensors = {n: Stored(how(a) if n == broken else a) for n, a in whole.items()}
+            source = SimpleNamespace(tensors={n: Stored(how(a) if n == broken else a) for n, a in whole.items()})
             monkeypatch.setattr(front_ends, "open_source", lambda path, source=source: source)
             try:
                 read("damaged.pt")
             except CheckpointError as e:
                 assert "damaged.pt" in str(e)
             else:  # it had this shape before, or is not used
-                same = how(whole[broken]).shape == whole[broken].shape
-                assert same or "codebook" in broken or "positional" in broken or "num_batches" in broken
+                assert how(whole[broken]).shape == whole[broken].shape or broken.endswith("num_batches_tracked")
