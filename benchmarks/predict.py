@@ -16,6 +16,7 @@ import mlx.core as mx
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from mlx_cosyh3.kernels import h3_layer as hl  # noqa: E402
+from mlx_cosyh3.kernels import norm_linear as nl  # noqa: E402
 from tests import mslemu  # noqa: E402
 
 CHIPS = {"M1": (68, 2.6), "M1 Pro": (200, 5.3), "M1 Max": (400, 10.6), "M4": (120, 4.2), "M4 Max": (546, 16.0)}  # GB/s, TFLOPS
@@ -39,10 +40,9 @@ def mixer(D):
 
 
 def linear(K, N, normed, act=False, add=False, bias=True):
-    rows = 1 if N <= 16384 else 8
-    args, o = hl._linear_case((DTYPE, K, rows, int(act), add, bias, normed), N)
-    kernel = hl.NORM_LINEAR_KERNEL if normed else hl.LINEAR_KERNEL
-    return count(kernel, hl._linear_arguments(*args, o["layer_norm"], o["residual"], o["activation"]))
+    v = nl.Variant(DTYPE, K, 1 if N <= 16384 else 4, int(act), add, bias, "layer" if normed else None)
+    args, o = nl.case(v, N)
+    return count(nl.KERNELS[v.norm], nl.arguments(v, *args, o["norm"], o["residual"]))
 
 
 def seconds(work, chip):
@@ -60,10 +60,10 @@ def main():
     for name, (D, layers, attention, V) in MODELS.items():
         parts = {
             "h3_mixer": mixer(D),
-            "h3_linear, output": linear(D, D, False, add=True),
-            "h3_norm_linear, MLP up + GELU": linear(D, 4 * D, True, act=True),
-            "h3_linear, MLP down": linear(4 * D, D, False, add=True),
-            "h3_norm_linear, head": linear(D, V, True, bias=False),
+            "linear_row, output": linear(D, D, False, add=True),
+            "layer_norm_linear, MLP up + GELU": linear(D, 4 * D, True, act=True),
+            "linear_row, MLP down": linear(4 * D, D, False, add=True),
+            "layer_norm_linear, head": linear(D, V, True, bias=False),
         }
         for part, work in parts.items():
             times = " | ".join(f"{seconds(work, c) * 1e6:.0f}" for c in CHIPS)

@@ -20,7 +20,7 @@ import mlx.core as mx
 from mlx_cosyh3.errors import CosyH3Error, nearest
 from mlx_cosyh3.kernels import _trust
 
-NAMES = ("softmax", "int8_matmul", "h3_step")
+NAMES = ("softmax", "int8_matmul", "h3_step", "norm_linear")
 VARIABLE = "MLX_COSYH3_KERNELS"
 
 _override = contextvars.ContextVar("mlx_cosyh3_kernels", default=None)

@@ -1,4 +1,4 @@
-"""One token of one sequence through H3 in four launches a layer (kernels/h3_layer.py), where a GPU allows it.
+"""One token of one sequence through H3 in four launches a layer (kernels/h3_layer.py, norm_linear.py), where a GPU allows it.
 
 Launches, not arithmetic, are what a token costs on a large GPU. This is `H3.step` for a batch of one, head_dim 1, and
 weights of one dtype or in int8 per output row; anything else takes the general way, with the same result.
@@ -11,7 +11,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_cosyh3.int8 import Int8Embedding, Int8Linear
-from mlx_cosyh3.kernels import _dispatch, h3_layer
+from mlx_cosyh3.kernels import _dispatch, h3_layer, norm_linear
 
 
 class FusedStep:
@@ -78,23 +78,23 @@ def _h3_layers(model, layers, first, last, x, states):
         m = layer.mixer
         y, shift, ssm = h3_layer.h3_mixer(r, _norm(layer.norm1), _projections(m), shift, ssm, m._params)
         new.append([shift, ssm])
-        r = _mlp(layer, h3_layer.norm_linear(y, *_weights(m.output_linear), residual=r))
+        r = _mlp(layer, norm_linear.norm_linear(y, *_weights(m.output_linear), residual=r))
     if last:
-        r = h3_layer.norm_linear(r, *_head(model), layer_norm=_norm(model.norm_f))[None]
+        r = norm_linear.norm_linear(r, *_head(model), norm=_norm(model.norm_f))[None]
     return r, new
 
 
 def _attention_layer(layer, r, state, position):
     m = layer.mixer
-    qkv = h3_layer.norm_linear(r, *_weights(m.Wqkv), layer_norm=_norm(layer.norm1))
+    qkv = norm_linear.norm_linear(r, *_weights(m.Wqkv), norm=_norm(layer.norm1))
     y = m.attend(qkv[None, None], state, position)[0, 0]
-    return _mlp(layer, h3_layer.norm_linear(y, *_weights(m.out_proj), residual=r))
+    return _mlp(layer, norm_linear.norm_linear(y, *_weights(m.out_proj), residual=r))
 
 
 def _mlp(layer, r):
     fc1, fc2 = _weights(layer.mlp.fc1), _weights(layer.mlp.fc2)
-    h = h3_layer.norm_linear(r, *fc1, layer_norm=_norm(layer.norm2), activation="gelu_tanh")
-    return h3_layer.norm_linear(h, *fc2, residual=r)
+    h = norm_linear.norm_linear(r, *fc1, norm=_norm(layer.norm2), activation="gelu_tanh")
+    return norm_linear.norm_linear(h, *fc2, residual=r)
 
 
 def _norm(layer_norm):
@@ -124,19 +124,19 @@ def _all_usable(model):
         return False
     x = mx.zeros((model.config.d_model,), dtype=model.embeddings(mx.array([0])).dtype)
     wide = mx.zeros((model.config.d_inner,), dtype=x.dtype)
-    usable = h3_layer.linear_usable
+    usable = norm_linear.usable
     for layer in model.layers:
         m, fc1, fc2 = layer.mixer, _weights(layer.mlp.fc1), _weights(layer.mlp.fc2)
         norm1, norm2 = _norm(layer.norm1), _norm(layer.norm2)
         if hasattr(m, "Wqkv"):
-            first, out = usable(x, *_weights(m.Wqkv), norm1), m.out_proj
+            first, out = usable(x, *_weights(m.Wqkv), norm=norm1), m.out_proj
         else:
             first, out = h3_layer.mixer_usable(x, norm1, _projections(m), m._params), m.output_linear
         if not (
             first
             and usable(x, *_weights(out), residual=x)
-            and usable(x, *fc1, norm2, activation="gelu_tanh")
+            and usable(x, *fc1, norm=norm2, activation="gelu_tanh")
             and usable(wide, *fc2, residual=x)
         ):
             return False
-    return usable(x, *_head(model), layer_norm=_norm(model.norm_f))
+    return usable(x, *_head(model), norm=_norm(model.norm_f))

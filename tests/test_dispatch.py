@@ -98,7 +98,7 @@ def test_the_environment(monkeypatch, gpu, value, names):
 @pytest.mark.parametrize("value", ["2", "on", "softmaxx", "softmax,,h3_step", "softmax;h3_step", "0,softmax", ",", " "])
 def test_a_bad_value_is_one_clear_line(monkeypatch, capsys, value):
     monkeypatch.setenv("MLX_COSYH3_KERNELS", value)
-    valid = "use 0 .none., 1 .all., or some of softmax,int8_matmul,h3_step"
+    valid = "use 0 .none., 1 .all., or some of softmax,int8_matmul,h3_step,norm_linear"
     with pytest.raises(CosyH3Error, match="MLX_COSYH3_KERNELS.*" + valid):
         ask(FakeKernel(), SelfTest())
     assert cli.main(["info"]) == 2

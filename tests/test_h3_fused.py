@@ -7,7 +7,7 @@ import pytest
 
 from mlx_cosyh3.h3 import gelu_tanh, to_int8
 from mlx_cosyh3.int8 import Int8Embedding, Int8Linear, quantize_int8
-from mlx_cosyh3.kernels import _dispatch, h3_layer
+from mlx_cosyh3.kernels import _dispatch, h3_layer, norm_linear
 from tests.golden_data import random_h3
 
 KINDS = {
@@ -30,9 +30,9 @@ def fused(monkeypatch):
         return call
 
     monkeypatch.setattr(h3_layer, "h3_mixer", counted(h3_layer.mixer_reference))
-    monkeypatch.setattr(h3_layer, "norm_linear", counted(h3_layer.linear_reference))
+    monkeypatch.setattr(norm_linear, "norm_linear", counted(norm_linear.reference))
     monkeypatch.setattr(_dispatch, "on_gpu", lambda stream=None: True)
-    monkeypatch.setattr(_dispatch, "usable", lambda kernel, *a: kernel.name in ("h3_mixer", "h3_linear", "h3_norm_linear"))
+    monkeypatch.setattr(_dispatch, "usable", lambda kernel, *a: kernel.name in ("h3_mixer", "linear_row", "layer_norm_linear"))
     return calls
 
 

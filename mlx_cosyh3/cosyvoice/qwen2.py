@@ -3,6 +3,10 @@
 Pre-norm layers, grouped-query attention with biases on q, k and v only, half-split rotary positions, a gated MLP.
 After transformers' `models/qwen2/modeling_qwen2.py`; without its token head, which CosyVoice does not use.
 Every array has a batch axis; activations are of the dtype of the embeddings that go in.
+
+Launches, not arithmetic, are what a decoded token costs on a large GPU. So q, k and v, and gate and up, are one product
+each once `join` has been called, and one token of one sequence takes the way of `Layer.fused`: eight launches in place of
+twenty, four of which are kernels/norm_linear.py.
 """
 
 from dataclasses import dataclass, fields
@@ -11,6 +15,8 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_cosyh3.errors import CheckpointError
+from mlx_cosyh3.kernels import _dispatch, norm_linear
+from mlx_cosyh3.linear import joined, plus, weights
 
 CACHE_STEP = 256  # positions by which a cache grows
 
@@ -86,21 +92,36 @@ class Attention(nn.Module):
         self.k_proj = nn.Linear(D, c.num_key_value_heads * hd)
         self.v_proj = nn.Linear(D, c.num_key_value_heads * hd)
         self.o_proj = nn.Linear(D, D, bias=False)
-        self._head_dim, self._base = hd, c.rope_theta
+        self._head_dim, self._heads, self._base = hd, c.num_attention_heads, c.rope_theta
 
-    def __call__(self, x, cache):
-        """x [B, T, D] -> [B, T, D]; `cache` (a KVCache) moves on by T positions."""
-        B, T, D = x.shape
-        hd = self._head_dim
-        heads = lambda a: a.reshape(B, T, -1, hd).swapaxes(1, 2)  # noqa: E731 [B, heads, T, hd]
-        turn = lambda a: mx.fast.rope(  # noqa: E731
-            a, hd, traditional=False, base=self._base, scale=1.0, offset=cache.offset
-        )
-        q, k, v = turn(heads(self.q_proj(x))), turn(heads(self.k_proj(x))), heads(self.v_proj(x))
-        k, v = cache.append(k, v)
+    def join(self):
+        """One product for q, k and v, if their layers are of one kind."""
+        qkv = joined([self.q_proj, self.k_proj, self.v_proj])
+        if qkv is not None:
+            self.qkv_proj = qkv
+            for name in ("q_proj", "k_proj", "v_proj"):
+                del self[name]
+
+    def __call__(self, x, cache, residual, offset):
+        """x [B, T, D] -> [B, T, D], `residual` added; `cache` (a KVCache) moves on by T positions from `offset` on."""
+        if "qkv_proj" in self:
+            qkv = self.qkv_proj(x)
+        else:
+            qkv = mx.concatenate([self.q_proj(x), self.k_proj(x), self.v_proj(x)], axis=-1)
+        return plus(self.o_proj, self.attend(qkv, cache, offset), residual)
+
+    def attend(self, qkv, cache, offset):
+        """q, k and v side by side, [B, T, D + 2 kv heads * hd] -> [B, T, D]"""
+        B, T, _ = qkv.shape
+        hd, H = self._head_dim, self._heads
+        heads = qkv.reshape(B, T, -1, hd).swapaxes(1, 2)  # [B, H + 2 kv heads, T, hd]
+        turned = (H + heads.shape[1]) // 2  # q's and k's
+        qk = mx.fast.rope(heads[:, :turned], hd, traditional=False, base=self._base, scale=1.0, offset=offset)
+        k, v = cache.append(qk[:, H:], heads[:, turned:])
         # "causal" lines up the ends: the last query sees all keys, whatever was in the cache before.
-        y = mx.fast.scaled_dot_product_attention(q, k, v, scale=hd**-0.5, mask="causal" if T > 1 else None)
-        return self.o_proj(y.swapaxes(1, 2).reshape(B, T, D))
+        q, mask = qk[:, :H], "causal" if T > 1 else None
+        y = mx.fast.scaled_dot_product_attention(q, k, v, scale=hd**-0.5, mask=mask)
+        return y.swapaxes(1, 2).reshape(B, T, H * hd)
 
 
 class MLP(nn.Module):
@@ -110,9 +131,16 @@ class MLP(nn.Module):
         self.up_proj = nn.Linear(c.hidden_size, c.intermediate_size, bias=False)
         self.down_proj = nn.Linear(c.intermediate_size, c.hidden_size, bias=False)
 
-    def __call__(self, x):
-        gate = self.gate_proj(x)
-        return self.down_proj(gate * mx.sigmoid(gate) * self.up_proj(x))
+    def join(self):
+        """One product for gate and up, if their layers are of one kind."""
+        both = joined([self.gate_proj, self.up_proj])
+        if both is not None:
+            self.gate_up_proj = both
+            del self["gate_proj"], self["up_proj"]
+
+    def __call__(self, x, residual):
+        gate, up = mx.split(self.gate_up_proj(x), 2, axis=-1) if "gate_up_proj" in self else (self.gate_proj(x), self.up_proj(x))
+        return plus(self.down_proj, gate * mx.sigmoid(gate) * up, residual)
 
 
 class Layer(nn.Module):
@@ -122,10 +150,42 @@ class Layer(nn.Module):
         self.self_attn = Attention(c)
         self.post_attention_layernorm = nn.RMSNorm(c.hidden_size, eps=c.rms_norm_eps)
         self.mlp = MLP(c)
+        self._fused = None
 
-    def __call__(self, x, cache):
-        x = x + self.self_attn(self.input_layernorm(x), cache)
-        return x + self.mlp(self.post_attention_layernorm(x))
+    def __call__(self, x, cache, offset):
+        x = self.self_attn(self.input_layernorm(x), cache, x, offset)
+        return self.mlp(self.post_attention_layernorm(x), x)
+
+    def pieces(self):
+        """What norm_linear is to compute, in order: (weights, named arguments)."""
+        norm1, norm2 = ((n.weight, None, n.eps) for n in (self.input_layernorm, self.post_attention_layernorm))
+        return (
+            (weights(self.self_attn.qkv_proj), {"norm": norm1}),
+            (weights(self.self_attn.o_proj), {"residual": True}),
+            (weights(self.mlp.gate_up_proj), {"norm": norm2, "activation": "silu_gate"}),
+            (weights(self.mlp.down_proj), {"residual": True}),
+        )
+
+    def fusable(self, dtype):
+        """Whether `fused` may run here for x of `dtype`."""
+        if "qkv_proj" not in self.self_attn or "gate_up_proj" not in self.mlp:
+            return False
+        zeros = lambda n: mx.zeros((n,), dtype=dtype)  # noqa: E731
+        return all(
+            w is not None
+            and norm_linear.usable(
+                zeros(w[0].shape[1]), *w, **options | ({"residual": zeros(w[0].shape[0])} if "residual" in options else {})
+            )
+            for w, options in self.pieces()
+        )
+
+    def fused(self, x, cache, offset):
+        """x [D] -> [D]: __call__ for one token of one sequence."""
+        if self._fused is None or self._fused[0] != x.dtype:
+            self._fused = x.dtype, [norm_linear.bound(x.dtype, *w, **options) for w, options in self.pieces()]
+        qkv, out, gate_up, down = self._fused[1]
+        x = out(self.self_attn.attend(qkv(x)[None, None], cache, offset)[0, 0], x)
+        return down(gate_up(x), x)
 
 
 class Qwen2(nn.Module):
@@ -137,12 +197,43 @@ class Qwen2(nn.Module):
         self.layers = [Layer(config) for _ in range(config.num_hidden_layers)]
         self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
 
+        self._fusable = {}  # (kernels that may run, dtype) -> whether every layer can be fused
+        self._positions = None
+
+    def join(self):
+        """Exchange products of the same input for one. Weights must be loaded; called once, by who loads the model."""
+        for layer in self.layers:
+            layer.self_attn.join()
+            layer.mlp.join()
+            mx.eval(layer.parameters())  # layer by layer, so that few weights are there twice
+
     def make_cache(self):
         return [KVCache() for _ in self.layers]
 
     def __call__(self, embeddings, cache):
         """embeddings [B, T, D] -> hidden states [B, T, D] after the last norm; `cache` moves on by T positions."""
-        x = embeddings
+        x, position = embeddings, cache[0].offset
+        if x.shape[:2] == (1, 1) and self._can_fuse(x.dtype):
+            offset, x = self._position(position), x[0, 0]
+            for layer, kv in zip(self.layers, cache):
+                x = layer.fused(x, kv, offset)
+            return self.norm(x)[None, None]
         for layer, kv in zip(self.layers, cache):
-            x = layer(x, kv)
+            x = layer(x, kv, position)
         return self.norm(x)
+
+    def _can_fuse(self, dtype):
+        if not _dispatch.on_gpu():
+            return False
+        key = _dispatch.allowed(), dtype
+        if key not in self._fusable:
+            self._fusable[key] = all(layer.fusable(dtype) for layer in self.layers)
+        return self._fusable[key]
+
+    def _position(self, position):
+        """`position` as int32 [1], a view of a longer array: MLX's CUDA back end keeps arrays of up to 8 bytes where the
+        host looks, and each kernel that reads one waits."""
+        if self._positions is None or position >= self._positions.size:
+            self._positions = mx.arange(max(4096, 2 * position), dtype=mx.int32)
+            mx.eval(self._positions)
+        return self._positions[position : position + 1]
