@@ -23,7 +23,16 @@ import mlx.core as mx
 
 from mlx_cosyh3.kernels import _dispatch
 from mlx_cosyh3.kernels.int8_gemm import INT8_DEQUANTIZE, INT8_GEMM, dequantize, gemm
-from mlx_cosyh3.kernels.int8_gemv import ACTIVATIONS, INT8_GEMV, INT8_GEMV_INT8, cuda_shape, gemv, gemv_int8, metal_shape
+from mlx_cosyh3.kernels.int8_gemv import (
+    ACTIVATIONS,
+    INT8_GEMV,
+    INT8_GEMV_INT8,
+    cuda_shape,
+    ending,
+    gemv,
+    gemv_int8,
+    metal_shape,
+)
 from mlx_cosyh3.kernels.int8_mma import INT8_MMA, mma, mma_shape
 
 EXACT_K = 1024  # 1024 * 128 * 128 = 2^24: the longest block whose fp32 sum is exact
@@ -63,9 +72,9 @@ def int8_matmul(x, weight, scale, bias=None, *, x_scale=None, affine=None, way=N
     way      one of the module's ways, whatever BREAK_EVEN says (one that may not run gives way to the reference)
 
     Raises TypeError for other dtypes, ValueError for shapes that do not fit."""
-    _check(x, weight, scale, bias, x_scale, way)
     if x_scale is None:
-        return _linear(x, weight, scale, bias, None, None, None, affine, way, stream)
+        return int8_linear(x, weight, scale, bias, affine=affine, way=way, stream=stream)
+    _check(x, weight, scale, bias, x_scale, way)
     rows = x_scale.size
     way = way or _way(rows, weight.shape[1], "int8", False)
     if way == "gemv" and _supported(x, weight) and weight.shape[1] < INT32_K:
@@ -87,6 +96,12 @@ def int8_linear(
     residual     None, or [..., out] in x's dtype
 
     All of it is computed in fp32 and rounded once, to x's dtype. `affine`, `way` and errors as `int8_matmul`."""
+    key = _alike(x, weight, scale, bias, activation, times, residual, affine is not None, way)
+    plan = _plans.get(key)
+    if plan is not None:
+        y = _planned(plan, x, weight, scale, bias, times, residual, stream)
+        if y is not None:
+            return y
     _check(x, weight, scale, bias, None, way)
     if activation not in ACTIVATIONS:
         raise ValueError(f"int8_linear: no activation {activation!r}; use one of {', '.join(map(repr, ACTIVATIONS))}")
@@ -94,7 +109,7 @@ def int8_linear(
         if a is not None and (a.dtype != x.dtype or a.shape != (*x.shape[:-1], weight.shape[0])):
             want = f"{x.dtype} {[*x.shape[:-1], weight.shape[0]]}"
             raise ValueError(f"int8_linear: {name} must be {want} like the result, not {a.dtype} {list(a.shape)}")
-    return _linear(x, weight, scale, bias, activation, times, residual, affine, way, stream)
+    return _linear(key, x, weight, scale, bias, activation, times, residual, affine, way, stream)
 
 
 def reference(x, weight, scale, bias=None, *, x_scale=None, stream=None):
@@ -196,7 +211,34 @@ def _way(rows, k, kind, affine):
     return next((w for most, longest, w in table if rows <= most and k <= longest and (affine or w != "affine")), None)
 
 
-def _linear(x, weight, scale, bias, activation, times, residual, affine, way, stream):
+# Calls that differ in their numbers alone -> how to launch "gemv", found out at the first of them, which takes as long as
+# two launches: (variant, arguments of the kernel but its inputs, shape of the result).
+_plans = {}
+MOST_PLANS = 4096
+
+
+def _alike(*arguments):
+    return tuple((a.dtype, a.shape) if isinstance(a, mx.array) else a for a in arguments)
+
+
+def _planned(plan, x, weight, scale, bias, times, residual, stream):
+    """The result of a call for which there is a plan, or None if the kernel may not run now."""
+    variant, fixed, shape = plan
+    if not _dispatch.usable(INT8_GEMV, "int8_matmul", variant, stream, lambda: _selftest("gemv", *variant)):
+        return None
+    if x.ndim != 2:
+        x, times, residual = _flat(x, stream), _flat(times, stream), _flat(residual, stream)
+    inputs, _ = ending(x, scale, bias, None, times, residual)
+    y = INT8_GEMV(inputs=[x, weight, scale, *inputs], stream=stream, **fixed)[0]
+    return y if len(shape) == 2 else mx.reshape(y, shape, stream=stream)
+
+
+def _flat(a, stream):
+    """[..., N] -> [rows, N]"""
+    return None if a is None else mx.reshape(a, (-1, a.shape[-1]), stream=stream)
+
+
+def _linear(key, x, weight, scale, bias, activation, times, residual, affine, way, stream):
     """`int8_linear` by the fastest way that may be used here."""
     n, k = weight.shape
     if _supported(x, weight):
@@ -212,9 +254,13 @@ def _linear(x, weight, scale, bias, activation, times, residual, affine, way, st
         extras = bias is not None, activation, times is not None, residual is not None
         variant = x.dtype, how, None if way == "dequantize" else extras
         if _dispatch.usable(WAYS[way][0], "int8_matmul", variant, stream, lambda: _selftest(way, *variant)):
-            flat = lambda a: None if a is None else mx.reshape(a, (rows, a.shape[-1]), stream=stream)  # noqa: E731
-            y = _run(way, how, flat(x), weight, scale, bias, activation, flat(times), flat(residual), stream)
-            return mx.reshape(y, (*x.shape[:-1], n), stream=stream)
+            flat, shape = [_flat(a, stream) for a in (x, times, residual)], (*x.shape[:-1], n)
+            fp32 = scale.dtype == mx.float32 and (bias is None or bias.dtype == mx.float32)
+            if way == "gemv" and fp32 and len(_plans) < MOST_PLANS:
+                fixed = gemv(flat[0], weight, scale, bias, how, activation, *flat[1:])
+                _plans[key] = variant, {name: a for name, a in fixed.items() if name != "inputs"}, shape
+            y = _run(way, how, flat[0], weight, scale, bias, activation, *flat[1:], stream)
+            return mx.reshape(y, shape, stream=stream)
     return linear_reference(x, weight, scale, bias, activation=activation, times=times, residual=residual, stream=stream)
 
 

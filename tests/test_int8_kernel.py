@@ -334,6 +334,7 @@ def on_a_mac(monkeypatch, tmp_path):
     monkeypatch.delenv(_dispatch.VARIABLE, raising=False)
     monkeypatch.setattr(_trust, "_passed", {})
     monkeypatch.setattr(_trust, "_outcomes", [])
+    monkeypatch.setattr(module, "_plans", {})
     for kernel in KERNELS:
         monkeypatch.setattr(kernel, "_made", emulated(kernel))
 
@@ -501,3 +502,28 @@ def test_linear_on_the_cpu():
     for activation in (None, "gelu_tanh", "silu"):
         y = int8_linear(x, w, s, b, activation=activation, times=times, residual=residual, stream=mx.cpu)
         check(y, x, w, s, b, activation, times, residual)
+
+
+def test_a_call_like_one_before_is_launched_alike(on_a_mac, monkeypatch):
+    """The second call goes by the plan of the first: the same launch with its own numbers; a switch still counts."""
+    monkeypatch.setattr(_trust, "known", lambda *a: True)
+    launches = []
+
+    def launch(self, *, inputs, stream, **fixed):
+        launches.append((inputs, fixed))
+        return [mx.zeros(fixed["output_shapes"][0], dtype=fixed["output_dtypes"][0])]
+
+    monkeypatch.setattr(type(INT8_GEMV), "__call__", launch)
+    x, weight, scale, bias, *_ = data(2, 9, 16)
+    for shape in ((2, 16), (1, 2, 16)):
+        x = x.reshape(shape)
+        more = {"times": mx.ones((*shape[:-1], 9)), "activation": "silu"}
+        y = [int8_linear(a, weight, scale, bias, **more) for a in (x, x + 1)]
+        assert y[0].shape == y[1].shape == (*shape[:-1], 9)
+        (first, fixed), (second, again) = launches[-2:]
+        assert fixed == again and len(first) == len(second) == 6
+        assert second[0].shape == (2, 16) and mx.array_equal(second[0].reshape(-1), x.reshape(-1) + 1).item()
+    assert len(module._plans) == 2
+    with use_kernels("softmax"):
+        int8_linear(x, weight, scale, bias, **more)
+    assert len(launches) == 4
