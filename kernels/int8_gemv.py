@@ -300,12 +300,10 @@ INT8_GEMV_INT8 = GpuKernel(
 
 @functools.lru_cache(1024)
 def cuda_shape(rows, n, k):
-    """(M, R, S) on a GPU of CUDA's: about 4,000 simdgroups in all, each with two steps of K or more to itself.
-
-    A guess from the figures of an H200 (132 multiprocessors), not measured yet."""
+    """(M, R, S) on a GPU of CUDA's: from the times of all R of 1, 2, 4 and S of 1, 2, 4, 8 on an H200 (docs/LOG.md)."""
     m = slice_rows(rows)
-    r = 1 if n < 4096 else 2 if n < 16384 or m > 4 else 4
-    s = max(s for s in (1, 2, 4, 8) if s == 1 or (n // r * s <= 6000 and k >= 512 * s))
+    r = 4 if n >= 8192 else 2 if n >= 4096 or (m > 4 and k >= 2048) else 1
+    s = 1 if n >= 4096 else 4 if m > 4 or k >= 2048 else 1
     return m, r, s
 
 

@@ -44,7 +44,10 @@ def test_conv1d(batch, length, kernel, stride, dilation, groups, per_group, padd
     x = normal((batch, length, groups * per_group[0]), 1)
     weight = normal((groups * per_group[1], kernel, per_group[0]), 2)
     b = normal((groups * per_group[1],), 3) if bias else None
+    how = stride, dilation, groups
     got = conv1d(x, weight, b, stride=stride, dilation=dilation, groups=groups, padding=padding)
+    windows = conv._window_product(mx.pad(x, [(0, 0), padding, (0, 0)]), weight, *how)  # as on CUDA for wide kernels
+    close(windows if b is None else windows + b, got)
     want = mx.conv_general(
         x, weight, stride=stride, padding=([padding[0]], [padding[1]]), kernel_dilation=dilation, groups=groups
     )

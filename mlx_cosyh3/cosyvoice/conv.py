@@ -2,8 +2,9 @@
 
 MLX's CPU back end computes dilated, grouped and transposed convolutions with naive loops, and plain ones with a BLAS
 call that copies its input K times. A sum of K shifted matrix products, each added by the BLAS call itself, is 2 to 60
-times faster there, and equal to rounding. On a GPU the built-in operations are used. Weights are MLX's:
-[out, K, in / groups].
+times faster there, and equal to rounding. On a GPU the built-in operations are used, but for wide kernels on CUDA: for
+those cuDNN may take an FFT that writes outside of its arrays (seen with 31 taps in 16 groups, 50 to 80 frames, fp32, by
+compute-sanitizer; MLX 0.32.4). Weights are MLX's: [out, K, in / groups].
 
 One core of an EPYC 9004, OpenBLAS, ms and MB of scratch, 1 s of audio in a full-size vocoder:
                                  products, added   products + sums   im2col, 1 product   mx.conv1d   stock BLAS: these 4
@@ -18,6 +19,8 @@ import mlx.nn as nn
 
 from mlx_cosyh3.kernels import _dispatch
 
+WIDE = 16  # taps: a wider kernel is one product of windows on CUDA
+
 
 def conv1d(x, weight, bias=None, *, stride=1, dilation=1, groups=1, padding=(0, 0)):
     """x [B, T, C], weight [O, K, C / groups] -> [B, T', O]; `padding`: zeros before and after, in samples.
@@ -25,8 +28,10 @@ def conv1d(x, weight, bias=None, *, stride=1, dilation=1, groups=1, padding=(0, 
     T' = floor((T + sum(padding) - dilation * (K - 1) - 1) / stride) + 1."""
     if any(padding):
         x = mx.pad(x, [(0, 0), tuple(padding), (0, 0)])
-    if _dispatch.on_gpu():
+    if _dispatch.on_gpu() and (weight.shape[1] <= WIDE or mx.metal.is_available()):
         y = mx.conv1d(x, weight, stride=stride, dilation=dilation, groups=groups)
+    elif _dispatch.on_gpu():
+        y = _window_product(x, weight, stride, dilation, groups)
     else:
         y = _shifted_products(x, weight, stride, dilation, groups)
     return y if bias is None else y + bias
@@ -60,6 +65,18 @@ def _shifted_products(x, weight, stride, dilation, groups):
     for k in range(1, K):
         y = mx.addmm(y, *tap(k))
     return y if groups == 1 else y.transpose(0, 2, 1, 3).reshape(B, length, O)
+
+
+def _window_product(x, weight, stride, dilation, groups):
+    """All the inputs of an output side by side, and one product a group."""
+    B, T, C = x.shape
+    O, K, _ = weight.shape
+    length, G = (T - dilation * (K - 1) - 1) // stride + 1, groups
+    x = mx.contiguous(x)
+    steps = T * C, C // G, stride * C, dilation * C, 1
+    windows = mx.as_strided(x, (B, G, length, K, C // G), steps).reshape(B, G, length, -1)
+    w = weight.reshape(G, O // G, -1).swapaxes(1, 2)  # [G, K C/G, O/G]
+    return (windows @ w).swapaxes(1, 2).reshape(B, length, O)
 
 
 def _overlap_add(x, weight, stride):
