@@ -2,6 +2,7 @@
 
     y = activation(W h + b) + residual      h = LayerNorm(x), RMSNorm(x), or x as it is
     y = silu(V h) * (U h)                   "silu_gate": the rows of W are those of V, then those of U
+    y = rotated(W h + b)                    "rotary": q, k and v side by side, heads of q and k turned by their position
 
 x [K], W [N, K], biases, norm weights and residual in one dtype, float32 | float16 | bfloat16; sums and norm in fp32. What
 lies between (h, the sums) is never rounded to that dtype, so results are a little closer to fp32 than those of separate
@@ -25,7 +26,7 @@ from mlx_cosyh3.kernels._trust import BOUND, error_ratio, normals
 SIMDGROUPS = 8  # of a threadgroup
 FLOATS = (mx.float32, mx.float16, mx.bfloat16)
 MAX_WIDTH = 6144  # values that fit a threadgroup's memory, with a margin
-ACTIVATIONS = {None: 0, "gelu_tanh": 1, "silu_gate": 2}
+ACTIVATIONS = {None: 0, "gelu_tanh": 1, "silu_gate": 2, "rotary": 3}
 
 # WIDE neighbouring weights of a lane, read at once; L counts them so that K % L == 0.
 WIDE = """
@@ -127,17 +128,19 @@ RMS_NORM = """
   threadgroup_barrier(mem_flags::mem_threadgroup);
 """
 
-# Template, besides: ROWS (of W, a simdgroup), ACT (see ACTIVATIONS), ADD (a residual), BIAS. With a gate the first half
-# of a simdgroup's rows is V's, the second that of U for the same outputs.
+# Template, besides: ROWS (of W, a simdgroup), ACT (see ACTIVATIONS), ADD (a residual), BIAS; HALF, TURNED. With a gate
+# the first half of a simdgroup's rows is V's, the second that of U for the same outputs. With "rotary" it has two rows,
+# HALF apart in a head of 2 HALF, which are turned together if they lie before row TURNED.
 FIRST_READS = """
   constexpr int OUTS = ACT == 2 ? ROWS / 2 : ROWS;
   const int N = ACT == 2 ? W_shape[0] / 2 : W_shape[0];
-  const int first = (threadgroup_position_in_grid.x * SG + simdgroup) * OUTS;
+  const int pair = threadgroup_position_in_grid.x * SG + simdgroup;
+  const int first = ACT == 3 ? pair / HALF * 2 * HALF + pair % HALF : pair * OUTS;
   LayerWide<Q, L> w[ROWS][AHEAD];
   int rows[ROWS];  // past the end the last row again: read, never written
   size_t start[ROWS];
   for (int r = 0; r < ROWS; r++) {
-    const int n = first + r % OUTS;
+    const int n = first + (ACT == 3 ? r * HALF : r % OUTS);
     rows[r] = (n < N ? n : N - 1) + (r < OUTS ? 0 : N);
     start[r] = size_t(rows[r]) * K;
   }
@@ -175,8 +178,14 @@ LINEAR = """
     if (sizeof(Q) == 1) { sums[r] *= static_cast<float>(scale[rows[r]]); }
     if (BIAS) { sums[r] += static_cast<float>(bias[rows[r]]); }
   }
+  if (ACT == 3 && first < TURNED) {
+    const int i = pair % HALF;
+    const float c = turn[i], d = turn[HALF + i], even = sums[0], odd = sums[ROWS - 1];
+    sums[0] = even * c - odd * d;
+    sums[ROWS - 1] = odd * c + even * d;
+  }
   for (int r = 0; r < OUTS; r++) {
-    const int n = first + r;
+    const int n = first + (ACT == 3 ? r * HALF : r);
     if (lane == 0 && n < N) {
       float y = sums[r];
       if (ACT == 1) { y = y / (1.0f + metal::exp(-1.5957691216057308f * (y + 0.044715f * (y * y * y)))); }
@@ -198,7 +207,7 @@ def layer_kernel(name, inputs, outputs, body, words=""):
 
 def _kernel(name, norm_inputs, norm):
     words = "#define INPUT(i) " + ("h[i]\n" if norm else "static_cast<float>(x[i])\n")
-    inputs = ["x", *norm_inputs, "W", "bias", "scale", "residual"]
+    inputs = ["x", *norm_inputs, "W", "bias", "scale", "residual", "turn"]
     return layer_kernel(name, inputs, ["out"], READS + FIRST_READS + norm + LINEAR, words)
 
 
@@ -209,36 +218,42 @@ KERNELS = {
 }
 
 
-def usable(x, W, bias=None, scale=None, *, norm=None, residual=None, activation=None, stream=None):
+def usable(x, W, bias=None, scale=None, *, norm=None, residual=None, activation=None, heads=None, stream=None):
     """Whether `norm_linear` runs for these arguments."""
-    variant = variant_of(x, W, bias, scale, norm, residual, activation)
+    variant = variant_of(x, W, bias, scale, norm, residual, activation, heads)
     if variant is None:
         return False
     return _dispatch.usable(KERNELS[variant.norm], "norm_linear", variant, stream, lambda: _selftest(variant))
 
 
-def norm_linear(x, W, bias=None, scale=None, *, norm=None, residual=None, activation=None, stream=None):
+def norm_linear(
+    x, W, bias=None, scale=None, *, norm=None, residual=None, activation=None, heads=None, turn=None, stream=None
+):
     """activation(W h + bias) + residual: x [K], W [N, K] -> [N] ([N / 2] with "silu_gate"). Only where `usable`.
 
     scale        fp32 [N], with an int8 W and only then: (W h) scale in place of W h
     norm         None; (weight, bias, eps) for LayerNorm; (weight, None, eps) for RMSNorm
-    activation   one of ACTIVATIONS"""
-    variant = variant_of(x, W, bias, scale, norm, residual, activation)
-    return KERNELS[variant.norm](**arguments(variant, x, W, bias, scale, norm, residual), stream=stream)[0]
+    activation   one of ACTIVATIONS
+    heads, turn  with "rotary": (size of a head, how many of them to turn, from the first on), and fp32 [size]: cosines
+                 of the position's size / 2 angles, then their sines (half-split rotation, as Qwen2's)"""
+    variant = variant_of(x, W, bias, scale, norm, residual, activation, heads)
+    return KERNELS[variant.norm](**arguments(variant, x, W, bias, scale, norm, residual, turn), stream=stream)[0]
 
 
-def bound(dtype, W, bias=None, scale=None, *, norm=None, residual=False, activation=None):
-    """`norm_linear` with all but x (of `dtype`) and the residual given -> function(x, residual=None), for calls that come
-    thousands of times: what Python does for each is little more than the launch."""
-    x = mx.zeros((W.shape[1],), dtype=dtype)
-    rest = mx.zeros((W.shape[0],), dtype=dtype) if residual else None
-    variant = variant_of(x, W, bias, scale, norm, rest, activation)
-    fixed = arguments(variant, x, W, bias, scale, norm, rest)
+def bound(dtype, W, bias=None, scale=None, *, norm=None, activation=None, heads=None, adds=False):
+    """`norm_linear` with all that stays given -> function(x, last=None): `last` is the residual (adds=True) or `turn`.
+
+    For calls that come thousands of times: what Python does for each is little more than the launch."""
+    x, last = mx.zeros((W.shape[1],), dtype=dtype), mx.zeros((W.shape[0],), dtype=dtype)
+    residual, turn = last if adds else None, None if adds else last
+    variant = variant_of(x, W, bias, scale, norm, residual, activation, heads)
+    fixed = arguments(variant, x, W, bias, scale, norm, residual, turn)
     kernel, inputs = KERNELS[variant.norm], fixed.pop("inputs")
-    given = [None if a is x else a for a in inputs[1:-1]]  # None: not used, x stands in
+    given = [None if a is x else a for a in inputs[1:-2]]  # None: not used, x stands in
 
-    def call(x, residual=None):
-        return kernel(inputs=[x, *(x if a is None else a for a in given), x if residual is None else residual], **fixed)[0]
+    def call(x, last=None):
+        last = x if last is None else last
+        return kernel(inputs=[x, *(x if a is None else a for a in given), *((last, x) if adds else (x, last))], **fixed)[0]
 
     return call
 
@@ -254,9 +269,11 @@ class Variant(NamedTuple):
     bias: bool
     norm: str  # a key of KERNELS
     int8: bool = False
+    half: int = 1  # of a head, with "rotary"
+    turned: int = 0  # rows of heads that are turned
 
 
-def variant_of(x, W, bias, scale, norm, residual, activation):
+def variant_of(x, W, bias, scale, norm, residual, activation, heads=None):
     """The Variant of a call, or None if the kernels do not take it."""
     K, dtype, int8 = x.shape[0], x.dtype, W.dtype == mx.int8
     if x.ndim != 1 or K % 4 or dtype not in FLOATS or (norm is not None and K > MAX_WIDTH):
@@ -266,22 +283,27 @@ def variant_of(x, W, bias, scale, norm, residual, activation):
     if not (scale is not None and scale.dtype == mx.float32 if int8 else scale is None and W.dtype == dtype):
         return None
     # Many outputs: several a simdgroup, so that a threadgroup's own norm weighs less.
-    gated = activation == "silu_gate"
-    rows = (1 if W.shape[0] <= 16384 else 4) * (2 if gated and W.shape[0] <= 16384 else 1)
+    rotary, gated = activation == "rotary", activation == "silu_gate"
+    rows = 2 if rotary else 4 if W.shape[0] > 16384 else 2 if gated else 1
+    if rotary and (heads is None or heads[0] % 2 or W.shape[0] % heads[0]):
+        return None
+    size, count = heads if rotary else (2, 0)
     kind = None if norm is None else "rms" if norm[1] is None else "layer"
-    return Variant(dtype, K, rows, ACTIVATIONS[activation], residual is not None, bias is not None, kind, int8)
+    given = residual is not None, bias is not None
+    return Variant(dtype, K, rows, ACTIVATIONS[activation], *given, kind, int8, size // 2, size * count)
 
 
-def arguments(variant, x, W, bias, scale, norm, residual):
+def arguments(variant, x, W, bias, scale, norm, residual, turn=None):
     """The keyword arguments of a call of the kernel."""
     v, N = variant, W.shape[0]
     outs, rows = (N // 2, v.rows // 2) if v.activation == 2 else (N, v.rows)
     given = [a for a in norm[:2] if a is not None] if norm else []
     return {
-        "inputs": [x, *given, W, bias if v.bias else x, scale if v.int8 else x, residual if v.add else x],
+        "inputs": [x, *given, W, bias if v.bias else x, scale if v.int8 else x, residual if v.add else x,
+                   turn if v.activation == 3 else x],
         "template": [("T", v.dtype), ("Q", W.dtype), ("K", v.width), ("L", lanes(W.dtype, v.width)), ("SG", SIMDGROUPS),
                      ("ROWS", v.rows), ("ACT", v.activation), ("ADD", v.add), ("BIAS", v.bias),
-                     ("EPS", float_bits(norm[2]) if norm else 0)],
+                     ("EPS", float_bits(norm[2]) if norm else 0), ("HALF", v.half), ("TURNED", v.turned)],
         "grid": (-(-outs // (SIMDGROUPS * rows)) * SIMDGROUPS * 32, 1, 1),
         "threadgroup": (SIMDGROUPS * 32, 1, 1),
         "output_shapes": [(outs,)],
@@ -300,7 +322,7 @@ def float_bits(value):
     return struct.unpack("i", struct.pack("f", value))[0]
 
 
-def reference(x, W, bias=None, scale=None, *, norm=None, residual=None, activation=None):
+def reference(x, W, bias=None, scale=None, *, norm=None, residual=None, activation=None, heads=None, turn=None):
     """`norm_linear` in plain MLX ops, in fp32 between its input and its output."""
     f = lambda a: a.astype(mx.float32)  # noqa: E731
     h = f(x)
@@ -314,7 +336,17 @@ def reference(x, W, bias=None, scale=None, *, norm=None, residual=None, activati
     if activation == "silu_gate":
         gate, up = mx.split(y, 2)
         y = gate * mx.sigmoid(gate) * up
+    if activation == "rotary":
+        y = _rotated(y, *heads, turn)
     return (y if residual is None else y + f(residual)).astype(x.dtype)
+
+
+def _rotated(y, size, count, turn):
+    parts = y.reshape(-1, 2, size // 2)  # [heads, half of a head, ..]
+    a, b = parts[:count, 0], parts[:count, 1]
+    cosines, sines = turn.reshape(2, -1)
+    turned = mx.stack([a * cosines - b * sines, b * cosines + a * sines], axis=1)
+    return mx.concatenate([turned, parts[count:]]).reshape(-1)
 
 
 def to_int8(W):
@@ -336,11 +368,15 @@ def case(variant, N, seed=8):
     W, scale = to_int8(W) if v.int8 else (W, None)
     args = normal(v.width).astype(dtype), W, normal(rows).astype(dtype) if v.bias else None, scale
     name = {number: name for name, number in ACTIVATIONS.items()}[v.activation]
-    return args, {"norm": norm, "residual": normal(N).astype(dtype) if v.add else None, "activation": name}
+    more = {}
+    if name == "rotary":
+        angles = 3 * normal(v.half)
+        more = {"heads": (2 * v.half, v.turned // (2 * v.half)), "turn": mx.concatenate([mx.cos(angles), mx.sin(angles)])}
+    return args, {"norm": norm, "residual": normal(N).astype(dtype) if v.add else None, "activation": name} | more
 
 
 def _selftest(variant):
-    # `rows` follows from N, so the test takes a size that gives the variant's.
-    few = variant.rows == (2 if variant.activation == 2 else 1)
-    args, options = case(variant, 37 if few else 16384 + 5)
+    # `rows` follows from N, so the test takes a size that gives the variant's: here, 37 outputs, or whole heads.
+    N = variant.turned + 6 * variant.half if variant.activation == 3 else 37 if variant.rows < 4 else 16384 + 5
+    args, options = case(variant, N)
     return error_ratio([norm_linear(*args, **options)], [reference(*args, **options)], (BOUND[variant.dtype],))

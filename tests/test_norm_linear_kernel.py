@@ -56,11 +56,15 @@ def variant(dtype, K, end, norm, int8=False, many=False):
     return nl.Variant(dtype, K, rows, act, add, bias, norm, int8)
 
 
+def rotary(dtype, K, norm, half, turned, bias=True, int8=False):
+    return nl.Variant(dtype, K, 2, 3, False, bias, norm, int8, half, 2 * half * turned)
+
+
 def linear_call(v, N, seed=1):
     """(kernel, its arguments, the truth)"""
     args, options = nl.case(v, N, seed)
     x, W, bias, scale = args
-    assert nl.variant_of(*args, *(options[n] for n in ("norm", "residual", "activation"))) == v
+    assert nl.variant_of(*args, *(options.get(n) for n in ("norm", "residual", "activation", "heads"))) == v
     y = numbers(W) @ (norm64(x, options["norm"]) if options["norm"] else numbers(x))
     y = y if scale is None else y * numbers(scale)
     y = y if bias is None else y + numbers(bias)
@@ -68,8 +72,13 @@ def linear_call(v, N, seed=1):
         y = y / 2 * (1 + np.tanh((2 / np.pi) ** 0.5 * (y + 0.044715 * y**3)))
     if options["activation"] == "silu_gate":
         y = y[:N] / (1 + np.exp(-y[:N])) * y[N:]
+    if options["activation"] == "rotary":
+        head, (cosines, sines) = y.reshape(-1, 2, v.half), numbers(options["turn"]).reshape(2, -1)
+        a, b = head[:, 0].copy(), head[:, 1].copy()
+        turned = np.arange(len(head))[:, None] < v.turned // (2 * v.half)
+        head[:, 0], head[:, 1] = np.where(turned, a * cosines - b * sines, a), np.where(turned, b * cosines + a * sines, b)
     y = y if options["residual"] is None else y + numbers(options["residual"])
-    return KERNELS[v.norm], nl.arguments(v, *args, options["norm"], options["residual"]), y
+    return KERNELS[v.norm], nl.arguments(v, *args, options["norm"], options["residual"], options.get("turn")), y
 
 
 def linear_error(v, N, seed=1, schedules=None):
@@ -106,6 +115,14 @@ def test_many_outputs(dtype, int8, schedule, end):
     assert linear_error(variant(dtype, 8, end, "layer", int8, many=True), N, schedules=[schedule]) < 1
 
 
+@pytest.mark.parametrize("dtype, int8", [*((d, False) for d in DTYPES), (mx.float32, True)], ids=str)
+@pytest.mark.parametrize("half, heads, turned", [(1, 1, 1), (1, 5, 3), (4, 2, 0), (32, 4, 3), (33, 2, 2)])
+def test_rotary(dtype, int8, half, heads, turned):
+    """Heads of q and k are turned, those of v are not; pairs of one head in two threadgroups."""
+    v = rotary(dtype, 36, NORMS[half % 3], half, turned, heads > 1, int8)
+    assert linear_error(v, 2 * half * heads, schedules=mslemu.SCHEDULES) < 1
+
+
 @pytest.mark.parametrize("schedule", mslemu.SWEEP, ids=lambda s: "-".join(map(str, s.values())))
 def test_all_schedules(schedule):
     with mslemu.settings(**schedule):
@@ -113,6 +130,7 @@ def test_all_schedules(schedule):
             for norm in NORMS:
                 assert linear_error(variant(dtype, 132, (1, True, True), norm, int8), 33) < 1
             assert linear_error(variant(dtype, 132, (2, True, True), "rms", int8), 33) < 1
+            assert linear_error(rotary(dtype, 132, "rms", 16, 2, int8=int8), 96) < 1
 
 
 @pytest.mark.skipif(mslemu.clang() is None, reason="no clang: the rules of address spaces are not checked")
@@ -124,6 +142,8 @@ def test_lint(dtype, int8, norm):
         for act in (1, 2):
             kernel, arguments, _ = linear_call(variant(dtype, K, (act, True, True), norm, int8), N)
             assert mslemu.lint(kernel, **arguments) == []
+        kernel, arguments, _ = linear_call(rotary(dtype, K, norm, 1, 1, int8=int8), 2)
+        assert mslemu.lint(kernel, **arguments) == []
 
 
 @pytest.mark.parametrize("int8", [False, True], ids=["plain", "int8"])
@@ -133,6 +153,7 @@ def test_fewer_than_eight_elements(int8):
             for act in (1, 2):
                 v = variant(dtype, 4, (act, True, True), norm, int8)
                 assert linear_error(v, 1, schedules=mslemu.SCHEDULES) < 1
+            assert linear_error(rotary(dtype, 4, norm, 1, 1, int8=int8), 2, schedules=mslemu.SCHEDULES) < 1
 
 
 def test_texts_of_cuda_differ_by_template_alone():
@@ -154,6 +175,8 @@ def test_what_the_kernels_leave_to_others():
     assert nl.variant_of(x, W, bias.astype(mx.float16), scale, *rest) is None
     assert nl.variant_of(mx.zeros(6), mx.zeros((3, 6)), None, None, *rest) is None  # 6 is no multiple of 4
     assert nl.variant_of(mx.zeros(8), mx.zeros((3, 8), dtype=mx.float16), None, None, *rest) is None
+    for heads in (None, (3, 1), (4, 1)):  # none, odd, not all of W
+        assert nl.variant_of(mx.zeros(8), mx.zeros((6, 8)), None, None, None, None, "rotary", heads) is None
     assert not nl.usable(mx.zeros(8), mx.zeros((3, 8)), stream=mx.cpu)
 
 
@@ -162,6 +185,6 @@ def test_what_the_kernels_leave_to_others():
 @pytest.mark.parametrize("int8", [False, True], ids=["plain", "int8"])
 def test_reference(norm, act, int8):
     """The reference that self-tests trust, against float64."""
-    v = variant(mx.float32, 40, (act, True, True), norm, int8)
-    args, options = nl.case(v, 23)
-    assert error(numbers(nl.reference(*args, **options)), linear_call(v, 23, 8)[2], 1e-6) < 1
+    for v in (variant(mx.float32, 40, (act, True, True), norm, int8), rotary(mx.float32, 40, norm, 3, 2, int8=int8)):
+        args, options = nl.case(v, 24)
+        assert error(numbers(nl.reference(*args, **options)), linear_call(v, 24, 8)[2], 1e-6) < 1

@@ -50,10 +50,11 @@ def gpu(monkeypatch):
     """Pretend that there is a GPU on which norm_linear's kernels pass: their reference stands in for them."""
     calls = []
 
-    def bound(dtype, W, bias=None, scale=None, *, norm=None, residual=False, activation=None):
-        def call(x, residual=None):
-            calls.append(activation)
-            return norm_linear.reference(x, W, bias, scale, norm=norm, residual=residual, activation=activation)
+    def bound(dtype, W, bias=None, scale=None, *, adds=False, **options):
+        def call(x, last=None):
+            calls.append(options.get("activation"))
+            more = {"residual": last} if adds else {"turn": last}
+            return norm_linear.reference(x, W, bias, scale, **options, **more)
 
         return call
 
@@ -119,15 +120,16 @@ def test_plus(bias):
     assert mx.allclose(plus(layer, x, y.astype(mx.bfloat16)), layer(x) + y.astype(mx.bfloat16), atol=1e-6).item()
 
 
-def test_bound_leaves_out_what_is_not_given(monkeypatch):
-    """Its inputs are those of `norm_linear`, whatever x comes later."""
+def test_bound_launches_what_norm_linear_does(monkeypatch):
     seen = []
     kernel = norm_linear.KERNELS["rms"]
     monkeypatch.setattr(type(kernel), "__call__", lambda self, **kw: seen.append(kw) or [kw["inputs"][0]])
-    x, W, w = mx.ones(8), mx.ones((4, 8)), mx.ones(8)
-    norm_linear.norm_linear(x, W, norm=(w, None, 1e-6))
-    norm_linear.bound(mx.float32, W, norm=(w, None, 1e-6))(x)
-    a, b = seen
-    assert [id(i) for i in a.pop("inputs")] == [id(i) for i in b.pop("inputs")]
-    a.pop("stream")
-    assert a == b
+    x, W, w, y, turn = mx.ones(8), mx.ones((4, 8)), mx.ones(8), mx.ones(4), mx.ones(2)
+    norm = w, None, 1e-6
+    for options, last in (({}, None), ({"residual": y}, y), ({"activation": "rotary", "heads": (2, 1), "turn": turn}, turn)):
+        norm_linear.norm_linear(x, W, norm=norm, **options)
+        kept = {name: a for name, a in options.items() if name in ("activation", "heads")}
+        norm_linear.bound(mx.float32, W, norm=norm, adds="residual" in options, **kept)(x, last)
+        a, b = seen[-2:]
+        assert [id(i) for i in a.pop("inputs")] == [id(i) for i in b.pop("inputs")]
+        assert a.pop("stream") is None and a == b

@@ -5,7 +5,7 @@ After transformers' `models/qwen2/modeling_qwen2.py`; without its token head, wh
 Every array has a batch axis; activations are of the dtype of the embeddings that go in.
 
 Launches, not arithmetic, are what a decoded token costs on a large GPU. So q, k and v, and gate and up, are one product
-each once `join` has been called, and one token of one sequence takes the way of `Layer.fused`: eight launches in place of
+each once `join` has been called, and one token of one sequence takes the way of `Layer.fused`: six launches in place of
 twenty, four of which are kernels/norm_linear.py.
 """
 
@@ -13,6 +13,7 @@ from dataclasses import dataclass, fields
 
 import mlx.core as mx
 import mlx.nn as nn
+import numpy as np
 
 from mlx_cosyh3.errors import CheckpointError
 from mlx_cosyh3.kernels import _dispatch, norm_linear
@@ -84,6 +85,25 @@ class KVCache:
         self.offset = offset
 
 
+class JointCache(KVCache):
+    """A KVCache with keys and values in one buffer [B, 2 kv heads, capacity, head_dim], so that both come in one copy."""
+
+    def __init__(self):
+        super().__init__()
+        self.both = None
+
+    def append(self, keys, values):
+        return self.append_both(mx.concatenate([keys, values], axis=1))
+
+    def append_both(self, both):
+        """Add [B, 2 kv heads, T, head_dim], the keys first -> all so far, as `append`."""
+        end, heads = self.offset + both.shape[2], both.shape[1] // 2
+        self.both = self._room(self.both, both, end)
+        self.both[:, :, self.offset : end] = both
+        self.offset = end
+        return self.both[:, :heads, :end], self.both[:, heads:, :end]
+
+
 class Attention(nn.Module):
     def __init__(self, c):
         super().__init__()
@@ -118,10 +138,25 @@ class Attention(nn.Module):
         turned = (H + heads.shape[1]) // 2  # q's and k's
         qk = mx.fast.rope(heads[:, :turned], hd, traditional=False, base=self._base, scale=1.0, offset=offset)
         k, v = cache.append(qk[:, H:], heads[:, turned:])
+        return self._attend(qk[:, :H], k, v).reshape(B, T, H * hd)
+
+    def attend_turned(self, qkv, cache):
+        """`attend` for one token of one sequence whose q and k are turned already: [..] -> [D]"""
+        H = self._heads
+        heads = qkv.reshape(1, -1, 1, self._head_dim)
+        k, v = cache.append_both(heads[:, H:])
+        return self._attend(heads[:, :H], k, v).reshape(-1)
+
+    def _attend(self, q, k, v):
         # "causal" lines up the ends: the last query sees all keys, whatever was in the cache before.
-        q, mask = qk[:, :H], "causal" if T > 1 else None
-        y = mx.fast.scaled_dot_product_attention(q, k, v, scale=hd**-0.5, mask=mask)
-        return y.swapaxes(1, 2).reshape(B, T, H * hd)
+        mask = "causal" if q.shape[2] > 1 else None
+        return mx.fast.scaled_dot_product_attention(q, k, v, scale=q.shape[-1] ** -0.5, mask=mask).swapaxes(1, 2)
+
+    def turns(self, positions):
+        """cos and sin of the angles at positions 0 .. positions - 1, fp32 [positions, hd], from float64."""
+        half = self._head_dim // 2
+        angles = np.arange(positions)[:, None] * self._base ** (-np.arange(half) / half)
+        return mx.array(np.concatenate([np.cos(angles), np.sin(angles)], axis=1).astype(np.float32))
 
 
 class MLP(nn.Module):
@@ -157,34 +192,36 @@ class Layer(nn.Module):
         return self.mlp(self.post_attention_layernorm(x), x)
 
     def pieces(self):
-        """What norm_linear is to compute, in order: (weights, named arguments)."""
+        """What norm_linear is to compute, in order: (weights, named arguments of `norm_linear.bound`)."""
+        a, m = self.self_attn, self.mlp
         norm1, norm2 = ((n.weight, None, n.eps) for n in (self.input_layernorm, self.post_attention_layernorm))
+        turned = (a._heads + a.qkv_proj.weight.shape[0] // a._head_dim) // 2
         return (
-            (weights(self.self_attn.qkv_proj), {"norm": norm1}),
-            (weights(self.self_attn.o_proj), {"residual": True}),
-            (weights(self.mlp.gate_up_proj), {"norm": norm2, "activation": "silu_gate"}),
-            (weights(self.mlp.down_proj), {"residual": True}),
+            (weights(a.qkv_proj), {"norm": norm1, "activation": "rotary", "heads": (a._head_dim, turned)}),
+            (weights(a.o_proj), {"adds": True}),
+            (weights(m.gate_up_proj), {"norm": norm2, "activation": "silu_gate"}),
+            (weights(m.down_proj), {"adds": True}),
         )
 
     def fusable(self, dtype):
         """Whether `fused` may run here for x of `dtype`."""
         if "qkv_proj" not in self.self_attn or "gate_up_proj" not in self.mlp:
             return False
-        zeros = lambda n: mx.zeros((n,), dtype=dtype)  # noqa: E731
-        return all(
-            w is not None
-            and norm_linear.usable(
-                zeros(w[0].shape[1]), *w, **options | ({"residual": zeros(w[0].shape[0])} if "residual" in options else {})
-            )
-            for w, options in self.pieces()
-        )
+        for w, options in self.pieces():
+            if w is None:
+                return False
+            x, residual = (mx.zeros((n,), dtype=dtype) for n in w[0].shape[::-1])
+            named = {name: a for name, a in options.items() if name != "adds"}
+            if not norm_linear.usable(x, *w, residual=residual if "adds" in options else None, **named):
+                return False
+        return True
 
-    def fused(self, x, cache, offset):
-        """x [D] -> [D]: __call__ for one token of one sequence."""
+    def fused(self, x, cache, turn):
+        """x [D] -> [D]: __call__ for one token of one sequence. turn: its row of Attention.turns."""
         if self._fused is None or self._fused[0] != x.dtype:
             self._fused = x.dtype, [norm_linear.bound(x.dtype, *w, **options) for w, options in self.pieces()]
         qkv, out, gate_up, down = self._fused[1]
-        x = out(self.self_attn.attend(qkv(x)[None, None], cache, offset)[0, 0], x)
+        x = out(self.self_attn.attend_turned(qkv(x, turn), cache), x)
         return down(gate_up(x), x)
 
 
@@ -198,7 +235,7 @@ class Qwen2(nn.Module):
         self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
 
         self._fusable = {}  # (kernels that may run, dtype) -> whether every layer can be fused
-        self._positions = None
+        self._turns = None
 
     def join(self):
         """Exchange products of the same input for one. Weights must be loaded; called once, by who loads the model."""
@@ -208,15 +245,15 @@ class Qwen2(nn.Module):
             mx.eval(layer.parameters())  # layer by layer, so that few weights are there twice
 
     def make_cache(self):
-        return [KVCache() for _ in self.layers]
+        return [JointCache() for _ in self.layers]
 
     def __call__(self, embeddings, cache):
         """embeddings [B, T, D] -> hidden states [B, T, D] after the last norm; `cache` moves on by T positions."""
         x, position = embeddings, cache[0].offset
         if x.shape[:2] == (1, 1) and self._can_fuse(x.dtype):
-            offset, x = self._position(position), x[0, 0]
+            turn, x = self._turn(position), x[0, 0]
             for layer, kv in zip(self.layers, cache):
-                x = layer.fused(x, kv, offset)
+                x = layer.fused(x, kv, turn)
             return self.norm(x)[None, None]
         for layer, kv in zip(self.layers, cache):
             x = layer(x, kv, position)
@@ -230,10 +267,9 @@ class Qwen2(nn.Module):
             self._fusable[key] = all(layer.fusable(dtype) for layer in self.layers)
         return self._fusable[key]
 
-    def _position(self, position):
-        """`position` as int32 [1], a view of a longer array: MLX's CUDA back end keeps arrays of up to 8 bytes where the
-        host looks, and each kernel that reads one waits."""
-        if self._positions is None or position >= self._positions.size:
-            self._positions = mx.arange(max(4096, 2 * position), dtype=mx.int32)
-            mx.eval(self._positions)
-        return self._positions[position : position + 1]
+    def _turn(self, position):
+        """The row of Attention.turns: made beforehand, for all layers, not by each."""
+        if self._turns is None or position >= self._turns.shape[0]:
+            self._turns = self.layers[0].self_attn.turns(max(4096, 2 * position))
+            mx.eval(self._turns)
+        return self._turns[position]
