@@ -15,6 +15,7 @@ import numpy as np
 from mlx.utils import tree_flatten, tree_map_with_path
 
 from mlx_cosyh3.cosyvoice import cosyvoice3
+from mlx_cosyh3.cosyvoice.model import size
 from mlx_cosyh3.cosyvoice.llm import LMOptions
 from mlx_cosyh3.cosyvoice.voice import Voice
 from mlx_cosyh3.int8 import quantize_int8
@@ -152,7 +153,7 @@ def main():
     voice = random_voice()
     for dtype in args.dtypes.split(","):
         model = random_model(args.size, dtype)
-        gb = sum(cosyvoice3.size(model).values()) / 1e9
+        gb = sum(size(model).values()) / 1e9
         for kernels in ("1", "0"):
             mx.reset_peak_memory()
             with use_kernels(kernels):

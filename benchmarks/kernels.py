@@ -2,7 +2,9 @@
 
     python benchmarks/kernels.py [--only h3_step,softmax,int8,decode]
 
-Every ratio is taken in this run. The bandwidth is that of a copy of 1 GB, bytes read and written counted.
+Every ratio is taken in this run. The bandwidth is that of a copy of 1 GB, bytes read and written counted. "GPU" is the
+time of the kernels alone, on CUDA where PyTorch is installed, whose profiler sees them; the other times hold what it costs
+the host to launch them, which on a large GPU is more.
 """
 
 import argparse
@@ -29,6 +31,23 @@ def microseconds(function, repeat=5, chain=20):
         mx.synchronize()
         best = min(best, (time.perf_counter() - begin) / chain)
     return best * 1e6
+
+
+def gpu_microseconds(function, calls=12):
+    """Mean time of a call's kernels on the GPU, from PyTorch's profiler; NaN without it. `function(i)` is the i-th call."""
+    try:
+        from torch.profiler import ProfilerActivity, profile
+    except ImportError:
+        return float("nan")
+    if not mx.cuda.is_available():
+        return float("nan")
+    mx.eval(function(0))
+    mx.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA]) as seen:
+        for i in range(calls):
+            mx.eval(function(i))
+        mx.synchronize()
+    return sum(e.device_time for e in seen.events() if "Memcpy" not in e.name and "Memset" not in e.name) / calls
 
 
 def bandwidth():
@@ -69,23 +88,23 @@ def times_of(kernel, function, chain=20):
 
 
 def bench_softmax(limit):
-    print("\n| softmax | dtype | kernel, us | mx.softmax, us | ratio | softmax + lse: kernel, us | in MLX ops, us | ratio "
-          "| GB/s | of the copy |\n" + "| ---: " * 10 + "|")  # fmt: skip
+    print("\n| softmax | dtype | kernel, us | mx.softmax, us | ratio | GPU: kernel, us | mx.softmax, us | ratio "
+          "| softmax + lse: kernel, us | in MLX ops, us | ratio |\n" + "| ---: " * 11 + "|")  # fmt: skip
     for rows, n in ((64, 6761), (1, 50264), (16, 50264), (1, 151936), (16, 151936), (512, 50264)):
         for dtype in (mx.float32, mx.float16):
             x = mx.random.normal((rows, n), key=mx.random.key(0)).astype(dtype)
             mx.eval(x)
-            ours, _ = times_of("softmax", lambda: [softmax(x)])
+            ours, _ = times_of("softmax", lambda: [softmax(x, way="kernel")])
+            gpu = [gpu_microseconds(f) for f in (lambda i: softmax(x, way="kernel"), lambda i: mx.softmax(x, axis=-1, precise=True))]
             plain = microseconds(lambda: [mx.softmax(x, axis=-1, precise=True)])
             both = times_of("softmax", lambda: list(softmax_lse(x)))
-            moved = 2 * x.nbytes / 1e3 / ours
-            print(f"| {rows} x {n} | {str(dtype)[9:]} | {ours:.1f} | {plain:.1f} | {plain / ours:.2f} | {both[0]:.1f} "
-                  f"| {both[1]:.1f} | {both[1] / both[0]:.2f} | {moved:.0f} | {moved / limit:.0%} |", flush=True)  # fmt: skip
+            print(f"| {rows} x {n} | {str(dtype)[9:]} | {ours:.1f} | {plain:.1f} | {plain / ours:.2f} | {gpu[0]:.1f} | {gpu[1]:.1f} "
+                  f"| {gpu[1] / gpu[0]:.2f} | {both[0]:.1f} | {both[1]:.1f} | {both[1] / both[0]:.2f} |", flush=True)  # fmt: skip
 
 
 def bench_int8(limit):
-    print("\n| int8 [K -> N] | rows | kernel, us | quantized_matmul 8 bits, us | ratio | fp16 matmul, us | ratio | GB/s | of the copy |\n"
-          + "| ---: " * 9 + "|")  # fmt: skip
+    print("\n| int8 [K -> N] | rows | kernel, us | quantized_matmul 8 bits, us | ratio | fp16 matmul, us | ratio "
+          "| GPU: kernel, us | quantized_matmul, us | ratio | GB/s | of the copy |\n" + "| ---: " * 12 + "|")  # fmt: skip
     shapes = [(768, 3072), (896, 896), (896, 4864), (4864, 896), (2048, 8192), (2560, 10240), (8192, 8192)]
     for K, N in shapes:
         w = mx.random.normal((N, K), key=mx.random.key(1)).astype(mx.float16)
@@ -96,12 +115,19 @@ def bench_int8(limit):
         for M in (1, 8):
             x = mx.random.normal((M, K), key=mx.random.key(3)).astype(mx.float16)
             mx.eval(x)
-            ours, _ = times_of("int8_matmul", lambda: [int8_matmul(x, q, scale)])
+            ours, _ = times_of("int8_matmul", lambda: [int8_matmul(x, q, scale, way="gemv")])
             theirs = microseconds(lambda: [mx.quantized_matmul(x, *affine, group_size=K * N // affine[1].size, bits=8)])
             plain = microseconds(lambda: [x @ w.T])
-            moved = q.nbytes / 1e3 / ours
+            # Several weights in turn, more than the cache holds.
+            several = [(mx.concatenate([q[1:], q[:1]]), [mx.concatenate([a[1:], a[:1]]) for a in affine])
+                       for _ in range(max(1, min(64, 300_000_000 // q.nbytes)))]
+            mx.eval(several)
+            pick, group = lambda i: several[i % len(several)], K * N // affine[1].size  # noqa: E731
+            gpu = [gpu_microseconds(lambda i: int8_matmul(x, pick(i)[0], scale, way="gemv")),
+                   gpu_microseconds(lambda i: mx.quantized_matmul(x, *pick(i)[1], group_size=group, bits=8))]  # fmt: skip
+            moved = q.nbytes / 1e3 / gpu[0]
             print(f"| {K} -> {N} | {M} | {ours:.1f} | {theirs:.1f} | {theirs / ours:.2f} | {plain:.1f} | {plain / ours:.2f} "
-                  f"| {moved:.0f} | {moved / limit:.0%} |", flush=True)  # fmt: skip
+                  f"| {gpu[0]:.1f} | {gpu[1]:.1f} | {gpu[1] / gpu[0]:.2f} | {moved:.0f} | {moved / limit:.0%} |", flush=True)  # fmt: skip
     print("\n| int8 x int8 [K -> N] | rows | kernel, us | fp32 GEMMs, us | ratio |\n" + "| ---: " * 5 + "|")
     for K, N in ((896, 896), (2048, 8192)):
         q = mx.random.randint(-127, 128, (N, K), key=mx.random.key(2)).astype(mx.int8)

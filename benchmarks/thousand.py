@@ -1,4 +1,4 @@
-"""The kernels on this GPU against the references on the CPU (softmax: numpy float64): random shapes, many times over.
+"""The kernels on this GPU against the CPU (H3 step: the reference; the others: numpy float64): random shapes, many times.
 
     python benchmarks/thousand.py [--runs 1000] [--seed 0] [--seconds N]
 
@@ -43,7 +43,14 @@ def int8_case(rng):
     w = mx.array(rng.integers(-127, 128, (N, K)).astype(np.int8))
     scale, bias = mx.array((rng.random(N) / K).astype(np.float32)), normal(rng, N)
     x = normal(rng, M, K).astype(dtype_of(rng))
-    return f"int8 {M} x {K} -> {N} {x.dtype}", lambda s: [int8_matmul(x, w, scale, bias, stream=s)], UNIT[x.dtype] * 8
+
+    def run(stream):
+        if stream is None:
+            return [int8_matmul(x, w, scale, bias)]
+        y = np.array(x.astype(mx.float32)).astype(np.float64) @ np.array(w).astype(np.float64).T
+        return [mx.array((y * np.array(scale) + np.array(bias)).astype(np.float32))]
+
+    return f"int8 {M} x {K} -> {N} {x.dtype}", run, UNIT[x.dtype] * 8
 
 
 def exact_case(rng):
@@ -51,7 +58,15 @@ def exact_case(rng):
     w = mx.array(rng.integers(-128, 128, (N, K)).astype(np.int8))
     x = mx.array(rng.integers(-128, 128, (M, K)).astype(np.int8))
     scale, bias, xs = (mx.array(rng.random(n).astype(np.float32)) for n in (N, N, M))
-    return f"int8 x int8 {M} x {K} -> {N}", lambda s: [int8_matmul(x, w, scale, bias, x_scale=xs, stream=s)], None
+
+    def run(stream):
+        if stream is None:
+            return [int8_matmul(x, w, scale, bias, x_scale=xs)]
+        # The sum is exact in float64; then one rounding each, in float32, as the reference has it.
+        total = (np.array(x).astype(np.float64) @ np.array(w).astype(np.float64).T).astype(np.float32)
+        return [mx.array(total * np.array(xs)[:, None] * np.array(scale) + np.array(bias))]
+
+    return f"int8 x int8 {M} x {K} -> {N}", run, None
 
 
 def step_case(rng):

@@ -136,7 +136,7 @@ class DiT(nn.Module):
             before = mx.zeros((y.shape[0], KERNEL - 1, y.shape[2]), dtype=y.dtype) if state is None else state.before(n, y)
             y = mx.concatenate([before, y], axis=1)
             if state is not None:
-                state.contexts[n] = y[:, y.shape[1] - (KERNEL - 1) :]
+                state.contexts[n] = mx.contiguous(y[:, y.shape[1] - (KERNEL - 1) :])  # a view would keep all of y
             y = mish(conv(y))
         return h + y
 
