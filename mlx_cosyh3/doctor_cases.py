@@ -11,8 +11,10 @@ from typing import Callable
 import mlx.core as mx
 import numpy as np
 
+from mlx_cosyh3.kernels import norm_linear as nl
 from mlx_cosyh3.kernels.h3_step import H3StepParams, h3_step
 from mlx_cosyh3.kernels.int8_matmul import int8_linear, int8_matmul
+from mlx_cosyh3.kernels.ras import ras_step
 from mlx_cosyh3.kernels.softmax import argmax_lse, softmax_lse
 from mlx_cosyh3.kernels.top_k import top_k
 
@@ -26,12 +28,16 @@ FEW_ROWS = 8  # beyond, the int8 weight may become one of x's dtype, for a matri
 SOFTMAX = [(1, ""), (33, ""), (257, "boolean mask"), (896, "additive mask"), (1000, "transposed"), (6761, ""),
            (50264, ""), (151936, "")]  # fmt: skip
 TOP_K = [(2, 257, 5), (1, 6761, 50), (1, 50264, 40)]  # rows, columns, k
+RAS_STEP = [(1, 6761, False), (3, 257, True)]  # rows, ids, mask
 # rows, K (in), N (out), bias
 INT8 = [(1, 7, 5, True), (3, 33, 65, True), (1, 896, 896, True), (2, 1000, 257, False), (1, 4864, 896, False),
         (8, 1024, 1024, True), (33, 896, 130, True), (1, 2048, 4096, False)]  # fmt: skip
 # B, T, D, head_dim, N, M
 H3_STEP = [(1, 1, 3, 1, 64, 32), (2, 5, 33, 1, 64, 32), (3, 2, 12, 4, 64, 32), (1, 3, 6, 2, 5, 3),
            (1, 1, 768, 1, 64, 32), (16, 1, 768, 1, 64, 32), (1, 33, 256, 1, 64, 32)]  # fmt: skip
+# K (in), N (out), norm, activation, int8 weights
+NORM_LINEAR = [(12, 5, None, None, False), (896, 1152, "rms", "rotary", False), (896, 4864, "rms", "silu_gate", True),
+               (4864, 896, None, None, True), (768, 3072, "layer", "gelu_tanh", False)]  # fmt: skip
 
 
 @dataclass
@@ -53,6 +59,8 @@ def cases():
         for shape in TOP_K:
             yield _argmax(*shape, dtype)
             yield _top_k(*shape, dtype)
+    for shape in RAS_STEP:
+        yield _ras_step(*shape)
     for dtype in DTYPES:
         for shape in INT8:
             yield _int8_weight(*shape, dtype)
@@ -63,6 +71,8 @@ def cases():
     for dtype in DTYPES:
         for shape in H3_STEP:
             yield _h3_step(*shape, dtype)
+        for shape in NORM_LINEAR:
+            yield _norm_linear(*shape, dtype)
 
 
 def _softmax(columns, special, dtype):
@@ -127,6 +137,38 @@ def _top_k(rows, columns, k, dtype):
         return [(np.take_along_axis(z, first, -1), exactly), (first.astype(np.float64), exactly)]
 
     return Case("top_k", f"{rows} x {columns}, k {k}", dtype, lambda: list(top_k(x, k)), truth)
+
+
+def _ras_step(rows, count, masked):
+    r = np.random.default_rng([rows, count])
+    x = (4 * r.standard_normal((rows, count))).astype(np.float32)
+    keep = r.random((rows, count)) < (0.9 if masked else 2)
+    p = np.where(keep, np.exp(x.astype(np.float64)), 0)
+    window = np.full((rows, 10), -1, dtype=np.int32)
+    u = np.empty((rows, 2))
+    ids, again = np.empty(rows), np.arange(rows) % 2 == 0
+    for row in range(rows):
+        # Both draws are known: a uniform number lies in the middle of an id's share.
+        falling = np.argsort(-p[row], kind="stable")
+        nucleus = falling[: 1 + min(24, int((np.cumsum(p[row][falling]) < 0.8 * p[row].sum()).sum()))]
+        first = nucleus[len(nucleus) // 2]
+        second = falling[0] if first != falling[0] else falling[1]
+        others = np.where(np.arange(count) == first, 0, p[row])
+        u[row, 0] = (p[row][nucleus].cumsum()[len(nucleus) // 2] - p[row, first] / 2) / p[row][nucleus].sum()
+        u[row, 1] = (others.cumsum()[second] - others[second] / 2) / others.sum()
+        window[row, 3] = first if again[row] else -1
+        ids[row] = second if again[row] else first
+
+    given = mx.array(x), mx.array(u.astype(np.float32)), mx.array(window), mx.array(keep) if masked else None
+
+    def truth(c, n=1):
+        off = 10 * FP32 + count / 32 * UNIT["float32"]
+        after = np.concatenate([window, ids[:, None]], axis=1)[:, 1:]
+        exactly = lambda a: (a.astype(np.float64), np.zeros(a.shape))  # noqa: E731
+        return [exactly(ids), (np.log(p.sum(axis=-1)), np.full(rows, off)), exactly(after), exactly(again)]
+
+    text = f"{rows} x {count}" + (", boolean mask" if masked else "")
+    return Case("ras_step", text, "float32", lambda: list(ras_step(*given, top_p=0.8, top_k=25)), truth)
 
 
 def _int8_inputs(rows, K, N, bias):
@@ -229,6 +271,48 @@ def _h3_steps(q, k, v, s, S, shift_B, shift_C, shift_D, dA, dB, C, D):
         gated = (y * q[:, t].reshape(B, H, hd, 1)).sum(2)  # [B, H, d2]
         out[:, t] = gated.swapaxes(1, 2).reshape(B, channels)
     return out, s, S
+
+
+def _norm_linear(K, N, norm, activation, int8, dtype):
+    numbers = {name: i for name, i in nl.ACTIVATIONS.items()}
+    rows = 2 if activation in ("silu_gate", "rotary") else 1
+    half, turned = (32, 16 * 64) if activation == "rotary" else (1, 0)
+    adds = activation is None
+    given, options = nl.case((DTYPES[dtype], K, rows, numbers[activation], adds, True, norm, int8, half, turned), N, seed=K)
+    x, W, bias, scale = given
+
+    def truth(c, n=1):
+        h = _float64(x)
+        if norm is not None:
+            weight, shift, eps = options["norm"]
+            h = h - (h.mean() if norm == "layer" else 0)
+            h = h / np.sqrt((h * h).mean() + eps) * _float64(weight) + (0 if shift is None else _float64(shift))
+        w = _float64(W) * (1 if scale is None else _float64(scale)[:, None])
+        y, size = w @ h + _float64(bias), np.abs(w) @ np.abs(h) + np.abs(_float64(bias))
+        if activation == "gelu_tanh":  # its slope is below 1.2, as that of SiLU
+            y, size = y / (1 + np.exp(-1.5957691216057308 * (y + 0.044715 * y**3))), 1.2 * size
+        if activation == "silu_gate":
+            (gate, up), (a, b) = np.split(y, 2), np.split(size, 2)
+            y, size = gate / (1 + np.exp(-gate)) * up, 1.2 * (a * np.abs(up) + b * np.abs(gate))
+        if activation == "rotary":
+            cosines, sines = _float64(options["turn"]).reshape(2, -1)
+            size = size.reshape(-1, 2, half)[:, ::-1].reshape(-1) + size  # of the other of the pair, too
+            parts = y.reshape(-1, 2, half)
+            a, b = parts[: turned // 64, 0].copy(), parts[: turned // 64, 1].copy()
+            parts[: turned // 64, 0], parts[: turned // 64, 1] = a * cosines - b * sines, b * cosines + a * sines
+        if adds:
+            y, size = y + _float64(options["residual"]), size + np.abs(_float64(options["residual"]))
+        return [(y, n * UNIT[dtype] * np.abs(y) + c * size)]
+
+    def run():
+        return [(nl.norm_linear if nl.usable(*given, **_no_turn(options)) else nl.reference)(*given, **options)]
+
+    text = f"{K} -> {N}" + "".join(f", {w}" for w in (norm, activation, "int8" if int8 else "") if w)
+    return Case("norm_linear", text, dtype, run, truth, product=True)
+
+
+def _no_turn(options):
+    return {name: a for name, a in options.items() if name != "turn"}
 
 
 def _pairs(a):

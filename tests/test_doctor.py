@@ -60,8 +60,9 @@ def test_this_machine(tmp_path):
     assert report["passed"] and report["mlx_cosyh3"] == mlx_cosyh3.__version__
     tested = {(c["operation"], c["dtype"]) for c in report["cases"]}
     floats = "float32", "float16", "bfloat16"
-    operations = "softmax", "argmax_lse", "top_k", "int8_matmul", "int8_linear", "h3_step"
-    assert tested == {(o, d) for o in operations for d in floats} | {("int8_matmul", "int8")}
+    operations = "softmax", "argmax_lse", "top_k", "int8_matmul", "int8_linear", "h3_step", "norm_linear"
+    others = {("int8_matmul", "int8"), ("ras_step", "float32")}
+    assert tested == {(o, d) for o in operations for d in floats} | others
     assert all(c["verdict"] == "pass" and c["ratio"] <= 1 and c["mlx_ms"] > 0 for c in report["cases"])
     lines = done.stdout.splitlines()
     for title in doctor.TITLES:
@@ -94,6 +95,8 @@ def weaken(case):
         "int8_matmul": lambda: [doctor_cases.int8_matmul(less(x), *given)],
         "int8_linear": lambda: [doctor_cases.int8_linear(less(x), *given, activation="silu", times=cells["times"],
                                                          residual=cells["residual"])],
+        "ras_step": lambda: list(doctor_cases.ras_step(given[0], given[1], given[2][:, ::-1], given[3], top_p=0.8, top_k=25)),
+        "norm_linear": lambda: [doctor_cases.nl.reference(less(given[0]), *given[1:], **cells["options"])],
         "h3_step": lambda: list(doctor_cases.h3_step(cells["q"], cells["k"], cells["v"], *given[:2],
                                                      given[2]._replace(C=given[2].C * last(given[2].C.shape[1])[:, None]))),
     }[case.operation]  # fmt: skip

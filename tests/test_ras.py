@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlx_cosyh3.cosyvoice.ras import BLOCK, KeyDraws, RecordedDraws, Sampler, nucleus
+from mlx_cosyh3.cosyvoice.ras import BLOCK, KeyDraws, RecordedDraws, Sampler
+from mlx_cosyh3.kernels.ras import nucleus
 from tests.golden_data import cosyvoice_golden
 
 
@@ -28,8 +29,9 @@ def reference(logits, said, u, keep, temperature, top_p, top_k, win_size, tau_r)
 
     place, near = draw(p[order[:count]], u[0])
     one = int(order[place])
-    falls = -np.diff(p[order[: count + 1]])  # where it is tiny, fp32 may see equals, and order them by id
-    gap = min(gap, near, *(100 * falls[falls > 0]))
+    shares = p[order[: count + 1]]
+    falls = -np.diff(shares) / shares[:-1].clip(1e-300)  # where it is tiny, fp32 may see equals, and order them by id
+    gap = min(gap, near, *(falls[falls > 0] / 2))
     last = said[-win_size:] if win_size else []
     if not (win_size and last.count(one) >= win_size * tau_r):
         return one, False, gap

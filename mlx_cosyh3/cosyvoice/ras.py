@@ -4,9 +4,8 @@
    one of them.
 2. If it is among the last `win_size` ids `win_size * tau_r` times or more: leave it out, and draw from all the others.
 
-All of it is MLX operations, the list of last ids too, so that the step after can be dispatched before anyone has read
-this one. A draw takes a uniform number u to the first id whose cumulative probability exceeds u: candidates of step 1
-by falling probability (the lower id first of equals), of step 2 in the order of ids.
+A step is `kernels/ras.py`: one launch on a GPU. Nothing waits for its result, and the list of last ids is an array,
+too, so that the step after can be dispatched before anyone has read this one.
 
 Letters: B rows, V ids.
 """
@@ -17,8 +16,8 @@ from typing import NamedTuple
 import mlx.core as mx
 import numpy as np
 
-from mlx_cosyh3.kernels.softmax import argmax_lse, softmax_lse
-from mlx_cosyh3.kernels.top_k import top_k as largest
+from mlx_cosyh3.kernels.ras import ras_step, shifted
+from mlx_cosyh3.kernels.softmax import argmax_lse
 from mlx_cosyh3.sampling import GREEDY_BELOW, next_keys
 
 BLOCK = 256  # steps whose uniform numbers are made at once
@@ -80,7 +79,7 @@ class State(NamedTuple):
 
     def push(self, ids):
         """The state after `ids` (int32 [B]) that were not drawn."""
-        return self._replace(window=_shifted(self.window, ids))
+        return self._replace(window=shifted(self.window, ids))
 
 
 class Sampler:
@@ -92,9 +91,13 @@ class Sampler:
 
     def __init__(self, *, temperature=1.0, top_p=0.8, top_k=25, win_size=10, tau_r=0.1):
         self.greedy = temperature < GREEDY_BELOW
-        self._scale = 1.0 if self.greedy else 1.0 / temperature
-        self._top_p, self._top_k, self._win_size = top_p, top_k, int(win_size)
-        self._repeated = math.ceil(win_size * tau_r)  # occurrences from which on an id is left out
+        self._win_size = int(win_size)
+        self._options = {
+            "scale": 1.0 if self.greedy else 1.0 / temperature,
+            "top_p": top_p,
+            "top_k": top_k,
+            "repeated": math.ceil(win_size * tau_r),  # occurrences from which on an id is left out
+        }
 
     def start(self, draws, rows=1):
         return State(mx.full((rows, self._win_size), -1, dtype=mx.int32), draws)
@@ -107,42 +110,5 @@ class Sampler:
         if self.greedy:
             ids, lse = argmax_lse(logits, mask=keep)
             return ids, lse, state
-        u = state.draws.pair()
-        p, lse = softmax_lse(logits, scale=self._scale, mask=keep)
-        shares, ids = nucleus(p, self._top_p, self._top_k)
-        ids = mx.take_along_axis(ids, _place(shares, u[:, 0])[:, None], axis=-1)[:, 0]
-        if self._win_size:
-            repeated = (state.window == ids[:, None]).sum(axis=-1) >= self._repeated  # [B]
-            ids = mx.where(repeated, self._another(logits, keep, ids, u[:, 1]), ids)
-        else:
-            repeated = mx.zeros(ids.shape, dtype=mx.bool_)
-        return ids, lse, State(_shifted(state.window, ids), state.draws.after(repeated))
-
-    def _another(self, logits, keep, ids, u):
-        others = mx.arange(logits.shape[-1]) != ids[:, None]
-        others = others if keep is None else mx.logical_and(others, keep)
-        # A new softmax: at a low temperature all that is left may have had probability 0 beside the one left out.
-        p, _ = softmax_lse(logits, scale=self._scale, mask=others)
-        return _place(p, u)
-
-
-def nucleus(p, top_p, top_k):
-    """The candidates of probabilities p [B, V] -> (their p, falling, 0 from the first that is none on; ids), [B, K]."""
-    size = p.shape[-1]
-    p, ids = largest(p, min(top_k or size, size))
-    if top_p < 1:
-        p = mx.where(mx.cumsum(p, axis=-1, inclusive=False) < top_p, p, 0.0)
-    return p, ids
-
-
-def _place(p, u):
-    """The first place whose cumulative share of p [B, K] exceeds u [B] -> int32 [B].
-
-    Where parallel sums round so that there is none (u within 1e-7 of 1), place 0."""
-    below = mx.cumsum(p, axis=-1)
-    hit = mx.logical_and(below > u[:, None] * below[:, -1:], p > 0)
-    return mx.argmax(hit.astype(mx.int32), axis=-1).astype(mx.int32)
-
-
-def _shifted(window, ids):
-    return mx.concatenate([window, ids[:, None]], axis=1)[:, 1:]
+        ids, lse, window, again = ras_step(logits, state.draws.pair(), state.window, keep, **self._options)
+        return ids, lse, State(window, state.draws.after(again))
