@@ -15,8 +15,8 @@ import numpy as np
 from mlx.utils import tree_flatten, tree_map_with_path
 
 from mlx_cosyh3.cosyvoice import cosyvoice3
-from mlx_cosyh3.cosyvoice.model import size
 from mlx_cosyh3.cosyvoice.llm import LMOptions
+from mlx_cosyh3.cosyvoice.model import size
 from mlx_cosyh3.cosyvoice.voice import Voice
 from mlx_cosyh3.int8 import quantize_int8
 from mlx_cosyh3.kernels import use_kernels

@@ -79,7 +79,7 @@ def model_card(source, report, vocabulary, hashes, options):
 
 
 def speech_card(source, report, hashes, options):
-    """README.md of a converted CosyVoice 3. `hashes`: [(file name, sha256)] of every file that went in."""
+    """README.md of a converted CosyVoice model. `hashes`: [(file name, sha256)] of every file that went in."""
     config = report.config
     revision = f" at revision {source.revision}" if source.revision else ""
     front = ["---", "library_name: mlx", "pipeline_tag: text-to-speech"]
@@ -93,7 +93,7 @@ def speech_card(source, report, hashes, options):
         "",
         f"# {report.out.name}",
         "",
-        f"A CosyVoice 3 text-to-speech model, converted from `{source.name}`{revision} for "
+        f"A CosyVoice {config['model_type'][-1]} text-to-speech model, converted from `{source.name}`{revision} for "
         f"[MLX](https://github.com/ml-explore/mlx) with mlx_cosyh3 {mlx_cosyh3.__version__}:",
         "",
         f"    {command_line(source, report.out, options)}",

@@ -93,3 +93,14 @@ class Progress:
     def __exit__(self, *error):
         if self._bar is not None:
             self._bar.close()
+
+
+@dataclass
+class TextTokenizer:
+    """The text tokenizer of a published CosyVoice folder."""
+
+    tokenizer: object
+    files: dict  # {name in the converted folder: path}
+    read: list = field(default_factory=list)  # paths of further files that it was read from
+    config: dict = None  # what config.json says of it (version 1)
+    qwen2: dict = None  # Qwen2's own config.json (versions 2 and 3)

@@ -1,4 +1,4 @@
-"""The recipe for CosyVoice 3: a published model folder -> one MLX model folder.
+"""The recipe for CosyVoice 1, 2 and 3: a published model folder -> one MLX model folder.
 
 Its five parts go into one set of safetensors shards under `llm.`, `flow.`, `hift.`, `campplus.` and
 `speech_tokenizer.`, its voices into `voices/`. Each part has a dtype to compute in, one to store in, and may be
@@ -15,17 +15,17 @@ from pathlib import Path
 from mlx_cosyh3.convert import cosyvoice_mlx
 from mlx_cosyh3.convert.card import speech_card
 from mlx_cosyh3.convert.common import ConvertReport, Progress, check_space, keep_sources, some
-from mlx_cosyh3.convert.cosyvoice_folder import FRONT_ENDS, read_folder, version_of, wanted
+from mlx_cosyh3.convert.cosyvoice_check import model_class
+from mlx_cosyh3.convert.cosyvoice_folder import FRONT_ENDS, read_folder, wanted, yaml_of
+from mlx_cosyh3.convert.cosyvoice_folder import PARTS as COMPUTED
+from mlx_cosyh3.convert.cosyvoice_voices import write_voices
 from mlx_cosyh3.convert.formats import DTYPES, QUANTIZE, PartFormat
 from mlx_cosyh3.convert.sources import repo_files, sha256
 from mlx_cosyh3.convert.writer import Entry, OutputFolder, write_file, write_tensors
-from mlx_cosyh3.cosyvoice import dit, llm
 from mlx_cosyh3.errors import CosyH3Error, nearest
 
-PARTS = ("llm", "flow", "hift", *FRONT_ENDS)
-QUANTIZES = {"llm": llm.quantizes, "flow": dit.quantizes}
-COMPUTED = ("llm", "flow", "hift")  # parts that have a choice of dtype; front ends are float32
-BY_DEFAULT = ("llm", "flow")  # what a bare --dtype or -q is about
+PARTS = (*COMPUTED, *FRONT_ENDS)  # the first three have a choice of dtype; front ends are float32
+QUANTIZED = ("llm", "flow")  # parts that -q knows, and what a bare -q or --dtype is about
 
 
 @dataclass
@@ -54,11 +54,11 @@ class SpeechReport(ConvertReport):
 def find_speech_model(model, revision=None, llm_file=None):
     """The local folder of `model` if it holds a CosyVoice model -> (folder, name, repo or None), else None.
 
-    Of a hub repo the files that are needed are fetched. Raises CosyH3Error for one of another version."""
+    Of a hub repo the files that are needed are fetched."""
     path = Path(model).expanduser()
     if path.is_dir():
         names = {p.name for p in path.iterdir() if p.is_file()}
-        found = version_of(names) or cosyvoice_mlx.is_layout(path)
+        found = yaml_of(names) or cosyvoice_mlx.is_layout(path)
         if found and revision is not None:
             raise CosyH3Error(f"--revision {revision} goes with a hub repo, and {model} is a local path: leave it out")
         return (path, path.resolve().name, None) if found else None
@@ -72,7 +72,7 @@ def find_speech_model(model, revision=None, llm_file=None):
             names = {p.name for p in find_model(model, revision, ["config.json", "*.yaml"]).iterdir()}
         except CosyH3Error:
             return None
-    if version_of(names):
+    if yaml_of(names):
         return find_model(model, revision, wanted(llm_file or "llm.pt")), str(model), str(model)
     if cosyvoice_mlx.NEEDED <= set(names):
         folder = find_model(model, revision, ["config.json"])
@@ -91,6 +91,7 @@ def convert_cosyvoice(
     quantize=None,
     campplus=None,
     speech_tokenizer=None,
+    tokenizer=None,
     revision=None,
     overwrite=False,
     dry_run=False,
@@ -103,11 +104,14 @@ def convert_cosyvoice(
     store             what floats are stored in, as `dtype` or per part (None: in what is computed in)
     quantize          None, "int8", "8", "4" (llm and flow), or per part "llm=int8,flow=8"
     campplus, speech_tokenizer   ONNX files (or, of the MLX layout, safetensors) to take in place of the folder's
+    tokenizer         CosyVoice 1: the file of its text tokenizer's ranks, where it is not found without
     overwrite, dry_run, progress, revision: as for `convert`. Raises CosyH3Error; then `out` is as it was before."""
     begin = time.perf_counter()
-    formats, dtypes = part_formats(dtype, store, quantize)
+    part_formats(dtype, store, quantize)  # bad options before anything is read
     output = OutputFolder(out, overwrite)
-    source = open_speech(found, llm_file, {"campplus": campplus, "speech_tokenizer": speech_tokenizer}, revision)
+    front_ends = {"campplus": campplus, "speech_tokenizer": speech_tokenizer}
+    source = open_speech(found, llm_file, front_ends, tokenizer, revision)
+    formats, dtypes = part_formats(dtype, store, quantize, model_class(source.config).quantizes)
     keep_sources(output.target, [source.folder, *(Path(p).parent for p in source.paths)])
 
     config = source.config | {"dtype": {part: dtypes[part] for part in COMPUTED}}
@@ -157,14 +161,14 @@ def convert_cosyvoice(
     if dry_run:
         return report
 
-    check_space(output.target, report.bytes + sum(p.stat().st_size for p in source.tokenizer))
+    check_space(output.target, report.bytes + sum(p.stat().st_size for p in source.tokenizer.values()))
     options = {"llm": llm_file, "dtype": dtype, "store": store, "quantize": quantize, "revision": revision}
-    options |= {"campplus": campplus, "speech-tokenizer": speech_tokenizer}
+    options |= {"campplus": campplus, "speech-tokenizer": speech_tokenizer, "tokenizer": tokenizer}
     total = sum(p.stat().st_size for p in source.paths) + report.bytes
     with Progress(total, progress) as tick, output as folder:
         hashes = [(path.name, sha256(path, tick)) for path in source.paths]
-        for path in source.tokenizer:
-            write_file(folder / path.name, path.read_bytes())
+        for name, path in source.tokenizer.items():
+            write_file(folder / name, path.read_bytes())
         write_tensors(folder, groups, lambda group: blocks(*made[group[0].name]), tick)
         write_voices(folder / "voices", source.voices)
         write_file(folder / "config.json", json.dumps(config, indent=2, sort_keys=True, ensure_ascii=False) + "\n")
@@ -173,20 +177,22 @@ def convert_cosyvoice(
     return report
 
 
-def open_speech(found, llm_file=None, front_ends=None, revision=None):
+def open_speech(found, llm_file=None, front_ends=None, tokenizer=None, revision=None):
     """The model that `find_speech_model` found -> SpeechSource."""
     folder, name, repo = found
     front_ends = {part: Path(path) for part, path in (front_ends or {}).items() if path is not None}
-    for part, path in front_ends.items():
-        if not path.expanduser().exists():
-            raise CosyH3Error(f"--{part.replace('_', '-')} {path}: there is no such file")
-    if version_of({p.name for p in folder.iterdir()}):
-        source = read_folder(folder, name, llm_file, front_ends)
-    elif llm_file is not None:
-        raise CosyH3Error(
-            f"--llm {llm_file} goes with a published model folder, and {name} is an MLX conversion: leave it out"
-        )
+    for option, path in (*front_ends.items(), ("tokenizer", tokenizer)):
+        if path is not None and not Path(path).expanduser().exists():
+            raise CosyH3Error(f"--{option.replace('_', '-')} {path}: there is no such file")
+    if yaml_of({p.name for p in folder.iterdir()}):
+        source = read_folder(folder, name, llm_file, front_ends, tokenizer)
     else:
+        for option, value in (("llm", llm_file), ("tokenizer", tokenizer)):
+            if value is not None:
+                raise CosyH3Error(
+                    f"--{option} {value} goes with a published model folder, and {name} is an MLX conversion: "
+                    "leave it out"
+                )
         source = cosyvoice_mlx.read_layout(folder, name, front_ends)
     source.repo, source.revision = repo, revision
     return source
@@ -195,15 +201,17 @@ def open_speech(found, llm_file=None, front_ends=None, revision=None):
 # Formats
 
 
-def part_formats(dtype="float32", store=None, quantize=None):
-    """The options as ({part: PartFormat}, {part: dtype to compute in})."""
+def part_formats(dtype="float32", store=None, quantize=None, quantizes=None):
+    """The options as ({part: PartFormat}, {part: dtype to compute in}).
+
+    quantizes   {part: which of its linear layers -q takes}, of a version"""
     dtypes = dict.fromkeys(COMPUTED, "float32") | _by_part(
-        "--dtype", dtype, COMPUTED, BY_DEFAULT, ("float32", "bfloat16")
+        "--dtype", dtype, COMPUTED, QUANTIZED, ("float32", "bfloat16")
     )
     stored = {part: dtypes.get(part, "float32") for part in PARTS}
     stored |= _by_part("--store", store, PARTS, PARTS, tuple(DTYPES))
-    quantized = _by_part("-q", quantize, tuple(QUANTIZES), BY_DEFAULT, QUANTIZE)
-    return {p: PartFormat(QUANTIZES.get(p), stored[p], quantized.get(p)) for p in PARTS}, dtypes
+    quantized = _by_part("-q", quantize, QUANTIZED, QUANTIZED, QUANTIZE)
+    return {p: PartFormat((quantizes or {}).get(p), stored[p], quantized.get(p)) for p in PARTS}, dtypes
 
 
 def _by_part(option, text, parts, default, values):
@@ -248,17 +256,3 @@ def blocks(fmt, part, name, tensor):
         return
     for stored, block in fmt.blocks(name, tensor):
         yield f"{part}.{stored}", block
-
-
-def write_voices(folder, voices):
-    """One file a voice; its name within the file, where any character may be, is what counts."""
-    if not voices:
-        return
-    folder.mkdir()
-    taken = set()
-    for name, voice in voices.items():
-        stem = base = re.sub(r"[^\w.-]", "_", name)[:60].strip(".") or "voice"
-        while stem.casefold() in taken:
-            stem = f"{base}-{len(taken)}"
-        taken.add(stem.casefold())
-        voice.save(folder / f"{stem}.safetensors")

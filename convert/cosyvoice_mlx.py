@@ -1,35 +1,32 @@
-"""CosyVoice 3 folders in the layout of mlx-audio: one model.safetensors, in our names.
+"""CosyVoice 2 and 3 folders in the layout of mlx-audio: one model.safetensors, in our names.
 
-The prefixes are `qwen2.` (the transformer), `llm.` (speech embedding and head), `flow.`, `hifigan.` and `campplus.`;
-convolutions are [out, K, in] already, weight norm is folded, and `quantization` in config.json tells of Qwen2's
-layers. That config holds the released model's sizes whatever the weights are, so sizes are taken from the weights.
-Facts from PyPI mlx-audio-plus 0.1.8, tts/models/cosyvoice3/scripts/convert.py. The speech tokenizer is not in it.
+The prefixes are `qwen2.` (the transformer), `llm.` (speech embedding and head), `flow.`, `campplus.`, and for the
+vocoder `hift.` (version 2) or `hifigan.` (3); convolutions are [out, K, in] already, weight norm is folded, and
+`quantization` in config.json tells of Qwen2's layers. That config holds little, or the released model's sizes whatever
+the weights are, so sizes are taken from the weights. Facts from PyPI mlx-audio-plus 0.1.8,
+tts/models/cosyvoice{2,3}/scripts/convert.py; what is different in the versions is in `cosyvoice_mlx_v2.py` and
+`cosyvoice_mlx_v3.py`. The speech tokenizer is not in it.
 """
 
 import dataclasses
+import importlib
 import json
 import re
 from pathlib import Path
 
 import numpy as np
 
-from mlx_cosyh3.convert.cosyvoice_check import check_kinds, check_numbers, check_parts
+from mlx_cosyh3.convert.cosyvoice_check import check_kinds, check_numbers, check_parts, count
 from mlx_cosyh3.convert.cosyvoice_folder import FRONT_ENDS, SpeechSource, read_front_end
 from mlx_cosyh3.convert.sources import ArrayTensor, as_float32, open_source
-from mlx_cosyh3.cosyvoice import campplus, flow, hift, llm, s3tokenizer, text_tokenizer
+from mlx_cosyh3.cosyvoice import campplus, hift_weights, llm, s3tokenizer, text_tokenizer
+from mlx_cosyh3.cosyvoice.hift_decoder import HiFTConfig
 from mlx_cosyh3.errors import CheckpointError, nearest
 
 NEEDED = {"config.json", "model.safetensors"}
 PATTERNS = ["config.json", "model.safetensors", *text_tokenizer.FILES]
-PREFIXES = ("qwen2.", "llm.", "flow.", "hifigan.", "campplus.")
+LAYOUTS = {"cosyvoice2": "cosyvoice_mlx_v2", "cosyvoice3": "cosyvoice_mlx_v3"}  # model_type -> its module
 HEAD = 64  # width of an attention head, in all released models
-FLOW_NAMES = (
-    (r"time_mlp_(\d)", r"time_mlp.\1"),
-    (r"conv_pos_embed\.conv(\d)\.", r"conv_pos_embed.conv\1.0."),
-    (r"to_out_0", "to_out.0"),
-    (r"ff\.ff_0_0", "ff.ff.0.0"),
-    (r"ff\.ff_2", "ff.ff.2"),
-)
 CAMPPLUS_NAMES = (
     (r"^(tdnn|dense|out_nonlinear)\.", r"xvector.\1."),
     (r"^blocks\.(\d)\.layers\.(\d+)\.", r"xvector.block-\1.tdnnd-\2."),
@@ -37,9 +34,13 @@ CAMPPLUS_NAMES = (
     (r"nonlinear(\d?)\.0\.", r"nonlinear\1.batchnorm."),
 )
 HIFT = {  # what config.json may lack
-    "nsf_alpha": 0.1, "nsf_sigma": 0.003, "nsf_voiced_threshold": 10, "lrelu_slope": 0.1, "audio_limit": 0.99,
+    "in_channels": 80, "nb_harmonics": 8, "sampling_rate": 24000, "nsf_alpha": 0.1, "nsf_sigma": 0.003,
+    "nsf_voiced_threshold": 10, "lrelu_slope": 0.1, "audio_limit": 0.99, "upsample_rates": [8, 5, 3],
+    "istft_params": {"n_fft": 16, "hop_len": 4}, "resblock_kernel_sizes": [3, 7, 11],
+    "resblock_dilation_sizes": [[1, 3, 5]] * 3, "source_resblock_kernel_sizes": [7, 7, 11],
+    "source_resblock_dilation_sizes": [[1, 3, 5]] * 3,
 }  # fmt: skip
-MEL = {"n_fft": 1920, "hop_size": 480, "win_size": 1920, "num_mels": 80, "fmin": 0, "fmax": None}
+MEL = {"n_fft": 1920, "hop_size": 480, "win_size": 1920, "num_mels": 80, "fmin": 0}
 
 
 def is_layout(folder):
@@ -48,7 +49,12 @@ def is_layout(folder):
         config = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
         return False
-    return isinstance(config, dict) and config.get("model_type") == "cosyvoice3" and "hifigan" in config
+    return isinstance(config, dict) and is_layout_config(config)
+
+
+def is_layout_config(config):
+    """Whether a config.json (a dict) is of this layout, not ours."""
+    return config.get("model_type") in LAYOUTS and "mel" not in config
 
 
 def from_mlx_layout(folder):
@@ -66,25 +72,33 @@ def read_layout(folder, name, front_ends=None):
 
     front_ends   {part: path}, in place of or in addition to what the folder holds"""
     given = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    layout = importlib.import_module(f"mlx_cosyh3.convert.{LAYOUTS[given['model_type']]}")
     opened = open_source(folder, "model.safetensors")
-    split = _split(opened.tensors, opened.paths[0])
-    tokenizer = text_tokenizer.SpeechTextTokenizer.from_dir(folder)
+    split = _split(opened.tensors, opened.paths[0], layout.VOCODER)
+    tokenizer = text_tokenizer.SpeechTextTokenizer.from_dir(folder, layout.NUMBER)
     notes = []
-    parts = {"llm": _language_model(split), "flow": _flow(split), "hift": _vocoder(split)}
+    parts = {
+        "llm": _language_model(split),
+        "flow": _arrays(layout.flow(_upstream_flow(split["flow"], layout.FLOW_NAMES))),
+        "hift": _vocoder(split[layout.VOCODER]),
+    }
     try:
-        config = _config(given, parts, tokenizer)
+        shapes = {part: {n: t.shape for n, t in tensors.items()} for part, tensors in parts.items()}
+        config = _config(layout, given, shapes, tokenizer)
     except (KeyError, TypeError, AttributeError, ZeroDivisionError) as e:
         raise CheckpointError(f"{folder}: config.json or model.safetensors lacks what makes a model ({e})") from e
-    source = SpeechSource(
-        name, folder, config, parts, dict.fromkeys(parts, opened.paths[0]), text_tokenizer.files(folder)
-    )
+    text_files = {path.name: path for path in text_tokenizer.files(folder)}
+    source = SpeechSource(name, folder, config, parts, dict.fromkeys(parts, opened.paths[0]), text_files)
     source.others, source.notes = [folder / "config.json"], notes
     source.skipped[opened.paths[0].name] = [n for n in opened.tensors if n.endswith("rotary_embed.inv_freq")]
     quantization = _quantization(given, parts["llm"])
     if quantization:
         source.packed["llm"] = quantization
-    check_kinds(config, "config.json")
-    check_numbers(config, parts, dict.fromkeys(parts, opened.paths[0].name), "config.json")
+    try:
+        check_kinds(config, source.version)
+    except CheckpointError as e:
+        raise CheckpointError(f"{folder / 'config.json'}: {e}") from e
+    check_numbers(config, parts, dict.fromkeys(parts, opened.paths[0].name), "config.json", source.version)
     tokenizer.check(config["llm"]["qwen2"]["vocab_size"])
     if split["campplus"] and "campplus" not in (front_ends or {}):
         _speaker_encoder(source, split["campplus"], opened.paths[0])
@@ -100,17 +114,22 @@ def read_layout(folder, name, front_ends=None):
     return source
 
 
-def _split(tensors, path):
-    split = {p[:-1]: {} for p in PREFIXES}
+def _split(tensors, path, vocoder):
+    prefixes = ("qwen2", "llm", "flow", vocoder, "campplus")
+    split = {p: {} for p in prefixes}
     for name, tensor in tensors.items():
         prefix, _, rest = name.partition(".")
         if prefix not in split:
-            raise CheckpointError(f"{path}: unknown tensor {name!r}{nearest(prefix + '.', PREFIXES)}")
+            raise CheckpointError(f"{path}: unknown tensor {name!r}{nearest(prefix, prefixes)}")
         split[prefix][rest] = as_float32(tensor.numpy(), "BF16") if tensor.dtype == "BF16" else tensor.numpy()
-    for prefix in ("qwen2", "llm", "flow", "hifigan"):
+    for prefix in prefixes[:-1]:
         if not split[prefix]:
             raise CheckpointError(f"{path} has no tensors under {prefix!r}: it is cut short or another model's")
     return split
+
+
+def _arrays(weights):
+    return {n: ArrayTensor(a) for n, a in weights.items()}
 
 
 def _language_model(split):
@@ -125,24 +144,25 @@ def _language_model(split):
         if weight not in ours or ours[weight].dtype != "uint32":
             raise CheckpointError(f"the language model has {name}, but no quantised {weight}")
         ours[name] = a
-    return {n: ArrayTensor(a) for n, a in ours.items()}
+    return _arrays(ours)
 
 
-def _flow(split):
+def _upstream_flow(weights, names):
+    """Upstream's names and order of axes again, for `sanitize`."""
     upstream = {}
-    for name, a in split["flow"].items():
-        for pattern, replacement in FLOW_NAMES:
+    for name, a in weights.items():
+        for pattern, replacement in names:
             name = re.sub(pattern, replacement, name)
-        upstream[name] = a.transpose(0, 2, 1) if a.ndim == 3 else a  # back, as sanitize turns it
-    return {n: ArrayTensor(a) for n, a in flow.sanitize(upstream).items()}
+        upstream[name] = a.transpose(0, 2, 1) if a.ndim == 3 else a
+    return upstream
 
 
-def _vocoder(split):
+def _vocoder(weights):
     upstream = {}
-    for name, a in split["hifigan"].items():
+    for name, a in weights.items():
         name = re.sub(r"condnet_(\d)\.", r"condnet.\1.", name)
         upstream[re.sub(r"\.conv\.(weight|bias)$", r".\1", name)] = a
-    return {n: ArrayTensor(a) for n, a in hift.sanitize(upstream).items()}
+    return _arrays(hift_weights.sanitize(upstream))
 
 
 def _speaker_encoder(source, weights, path):
@@ -154,7 +174,7 @@ def _speaker_encoder(source, weights, path):
         upstream[_one_more(name)] = np.moveaxis(a, -1, 1) if a.ndim > 2 else a
     ours = campplus.sanitize(upstream)
     source.config["campplus"] = dataclasses.asdict(campplus.CAMPPlusConfig.from_weights(ours))
-    source.parts["campplus"] = {n: ArrayTensor(a) for n, a in ours.items()}
+    source.parts["campplus"] = _arrays(ours)
     source.files["campplus"] = path
 
 
@@ -185,15 +205,35 @@ def _quantization(given, tensors):
     return {"mode": "affine", "bits": q["bits"], "group_size": q["group_size"]}
 
 
-def _config(given, parts, tokenizer):
+def _config(layout, given, shapes, tokenizer):
     """config.json: what shapes tell from the shapes, the rest from the folder's config."""
-    lm, fl, hi = ({n: t.shape for n, t in parts[p].items()} for p in ("llm", "flow", "hift"))
+    hi, said = shapes["hift"], given.get(layout.VOCODER, {})
+    known = {f.name for f in dataclasses.fields(HiFTConfig)}
+    vocoder = HIFT | {k: v for k, v in said.items() if k in known} | {
+        "base_channels": hi["conv_pre.bias"][0],
+        "f0_predictor": {"cond_channels": hi["f0_predictor.classifier.weight"][1]},
+        "upsample_kernel_sizes": [hi[f"ups.{i}.weight"][1] for i in range(count(hi, "ups"))],
+    }  # fmt: skip
+    if "istft_n_fft" in said:
+        vocoder["istft_params"] = {"n_fft": said["istft_n_fft"], "hop_len": said["istft_hop_len"]}
+    config = {
+        "model_type": given["model_type"],
+        "sample_rate": given["sample_rate"],
+        "hift": vocoder,
+        "campplus": None,
+        "speech_tokenizer": None,
+        "special_tokens": tokenizer.special,
+    }
+    return layout.complete(config, given, shapes, tokenizer)
+
+
+def qwen2_config(lm, said):
+    """Qwen2's own config, from the shapes of the language model and what config.json says of it."""
     vocab, hidden = lm["qwen2.embed_tokens.weight"]
-    said = given["llm"]
     heads = said.get("num_attention_heads") or hidden // HEAD
-    qwen2 = {
+    return {
         "hidden_size": hidden,
-        "num_hidden_layers": _count(lm, "qwen2.layers"),
+        "num_hidden_layers": count(lm, "qwen2.layers"),
         "intermediate_size": lm["qwen2.layers.0.mlp.up_proj.weight"][0],
         "num_attention_heads": heads,
         "num_key_value_heads": lm["qwen2.layers.0.self_attn.k_proj.bias"][0] * heads // hidden,
@@ -201,47 +241,8 @@ def _config(given, parts, tokenizer):
         "rms_norm_eps": said.get("rms_norm_eps", 1e-6),
         "rope_theta": said.get("rope_theta", 1e6),
     }
-    codes = lm["speech_embedding.weight"][0] - llm.V3_SPECIALS
-    speech = llm.SpeechLMConfig.v3(qwen2, codes, tokenizer.end_of_prompt_id, said.get("mix_ratio", (5, 15)))
-    dim, ahead = fl["dit.proj_in.bias"][0], fl["pre_lookahead_layer.conv1.weight"]
-    dit = given["flow"]["dit"] | {"dim": dim, "depth": _count(fl, "dit.blocks")}
-    dit["dim_head"] = dit.get("dim_head", HEAD)
-    dit["heads"] = fl["dit.blocks.0.to_q.bias"][0] // dit["dim_head"]
-    dit["ff_mult"] = fl["dit.blocks.0.ff_in.bias"][0] // dim
-    h = given["hifigan"]
-    known = {f.name for f in dataclasses.fields(hift.HiFTConfig)}
-    vocoder = HIFT | {k: v for k, v in h.items() if k in known} | {
-        "base_channels": hi["conv_pre.bias"][0],
-        "istft_params": {"n_fft": h["istft_n_fft"], "hop_len": h["istft_hop_len"]},
-        "f0_predictor": {"cond_channels": hi["f0_predictor.classifier.weight"][1]},
-        "conv_pre_look_right": hi["conv_pre.weight"][1] - 1,
-        "upsample_kernel_sizes": [hi[f"ups.{i}.weight"][1] for i in range(_count(hi, "ups"))],
-    }  # fmt: skip
-    return {
-        "model_type": "cosyvoice3",
-        "sample_rate": given["sample_rate"],
-        "token_frame_rate": given["sample_rate"] // (MEL["hop_size"] * given["flow"]["token_mel_ratio"]),
-        "token_mel_ratio": given["flow"]["token_mel_ratio"],
-        "chunk_size": dit["static_chunk_size"] // given["flow"]["token_mel_ratio"],
-        "llm": dataclasses.asdict(speech) | {"mix_ratio": list(speech.mix_ratio)},
-        "flow": {
-            "input_size": fl["input_embedding.weight"][1],
-            "output_size": fl["dit.proj_out.bias"][0],
-            "spk_embed_dim": fl["spk_embed_affine_layer.weight"][1],
-            "vocab_size": fl["input_embedding.weight"][0],
-            "token_mel_ratio": given["flow"]["token_mel_ratio"],
-            "pre_lookahead_len": ahead[1] - 1,
-            "pre_lookahead_layer": {"channels": ahead[0], "pre_lookahead_len": ahead[1] - 1},
-            "dit": dit,
-            "cfm": {"inference_cfg_rate": 0.7},
-        },
-        "hift": vocoder,
-        "campplus": None,
-        "speech_tokenizer": None,
-        "mel": dict(MEL),
-        "special_tokens": tokenizer.special,
-    }
 
 
-def _count(names, prefix):
-    return len({m[1] for m in (re.match(rf"{re.escape(prefix)}\.(\d+)\.", n) for n in names) if m})
+def lm_config(speech):
+    """A SpeechLMConfig as config.json holds it."""
+    return dataclasses.asdict(speech) | {"mix_ratio": list(speech.mix_ratio)}

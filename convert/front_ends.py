@@ -399,7 +399,8 @@ def _quantiser(graph, rest, state):
 
 def _positions(graph, state):
     """The table of positions, added after the convolutions (whole, or cut to the length by a Slice)."""
-    tables = []
+    tables = [t.numpy() for name, t in graph.weights.items() if name.endswith(".positional_embedding")]
+    tables = [v for v in tables if v.dtype.kind == "f" and v.ndim >= 2 and v.shape[-1] == state]
     for node in graph.nodes:
         if node.op in ("Add", "Slice"):
             tables += [v for v in _floats(graph, node) if v.ndim >= 2 and v.shape[-1] == state]

@@ -6,7 +6,6 @@ such references, as `<chunk_size> * <token_mel_ratio>`, its result. The format: 
 """
 
 import ast
-import math
 import operator
 import re
 from pathlib import Path

@@ -41,7 +41,7 @@ def convert(
     """Convert the H3 checkpoint or CosyVoice folder `model` to the MLX model folder `out` -> ConvertReport.
 
     For CosyVoice see `cosyvoice.convert_cosyvoice`, which takes llm, store, campplus and speech_tokenizer, too, and
-    dtype and quantize for each part, but not file, tokenizer and heads. For H3:
+    dtype and quantize for each part, but not file and heads. For H3:
 
     model      a .pt, .pth, .bin, .ckpt or .safetensors file, a folder that holds one, or a hub repo id
     file       which file, where a folder or repo holds several
@@ -62,9 +62,9 @@ def convert(
     common = {"dtype": dtype, "quantize": quantize, "revision": revision}
     common |= {"overwrite": overwrite, "dry_run": dry_run, "progress": progress}
     found = find_speech_model(model, revision, llm)
-    _refuse(model, found, speech, {"file": file, "tokenizer": tokenizer, "heads": heads})
+    _refuse(model, found, speech, {"file": file, "heads": heads})
     if found:
-        return convert_cosyvoice(found, out, llm_file=speech.pop("llm"), **speech, **common)
+        return convert_cosyvoice(found, out, llm_file=speech.pop("llm"), tokenizer=tokenizer, **speech, **common)
 
     begin = time.perf_counter()
     fmt = Format(dtype, quantize)
@@ -215,11 +215,12 @@ def add_arguments(parser):
     add("--store", metavar="DTYPE", help="CosyVoice: what to store floats in, where not --dtype; also by part")
     add("--llm", metavar="FILE", help="CosyVoice: the language model in place of llm.pt, e.g. llm.rl.pt")
     add("--campplus", metavar="FILE", help="CosyVoice: campplus.onnx from elsewhere")
-    add("--speech-tokenizer", metavar="FILE", help="CosyVoice: speech_tokenizer_v3.onnx from elsewhere")
+    add("--speech-tokenizer", metavar="FILE", help="CosyVoice: speech_tokenizer_v1, _v2 or _v3.onnx from elsewhere")
     add(
         "--tokenizer",
-        metavar="DIR",
-        help="folder with the tokenizer, or 'none'; default: the source's, else GPT-2's",
+        metavar="DIR_OR_FILE",
+        help="folder with the tokenizer, or 'none'; default: the source's, else GPT-2's. CosyVoice 1: the .tiktoken "
+        "file, which is otherwise looked for in the folder and in the packages that ship it",
     )
     add("--heads", type=int, metavar="N", help="attention heads, for a model that is not one of the released ones")
     add("--revision", help="branch, tag or commit of a hub repo")

@@ -63,10 +63,11 @@ class VerifyReport:
         return "\n".join([*lines, "PASS" if self.ok else "FAIL"])
 
 
-def verify(folder, against, *, file=None, revision=None, llm=None, campplus=None, speech_tokenizer=None):
+def verify(folder, against, *, file=None, revision=None, llm=None, campplus=None, speech_tokenizer=None,
+           tokenizer=None):  # fmt: skip
     """Compare the converted model `folder` with the checkpoint `against` it was made from -> VerifyReport.
 
-    file, revision, llm, campplus, speech_tokenizer   as they were given to `convert`
+    file, revision, llm, campplus, speech_tokenizer, tokenizer   as they were given to `convert`
     A CosyVoice model gives a SpeechVerifyReport, which has `ok` and `table()` as well.
     Raises CosyH3Error where there is nothing to compare: no model, no checkpoint, another architecture.
     """
@@ -79,8 +80,10 @@ def verify(folder, against, *, file=None, revision=None, llm=None, campplus=None
         from mlx_cosyh3.convert.verify_speech import verify_speech
 
         front_ends = {"campplus": campplus, "speech_tokenizer": speech_tokenizer}
-        return verify_speech(folder, config, against, llm_file=llm, front_ends=front_ends, revision=revision)
-    for name, value in (("llm", llm), ("campplus", campplus), ("speech-tokenizer", speech_tokenizer)):
+        return verify_speech(folder, config, against, llm_file=llm, front_ends=front_ends, tokenizer=tokenizer,
+                             revision=revision)  # fmt: skip
+    speech = {"llm": llm, "campplus": campplus, "speech-tokenizer": speech_tokenizer, "tokenizer": tokenizer}
+    for name, value in speech.items():
         if value is not None:
             raise CosyH3Error(f"--{name} {value} goes with CosyVoice models, and {folder} is an H3 model: leave it out")
     try:
@@ -194,14 +197,14 @@ def add_arguments(parser):
     parser.add_argument("--against", required=True, metavar="PATH_OR_REPO", help="the checkpoint it was made from")
     parser.add_argument("--file", help="which file, where a folder or repo holds several")
     parser.add_argument("--revision", help="branch, tag or commit of a hub repo")
-    for name in ("llm", "campplus", "speech-tokenizer"):
+    for name in ("llm", "campplus", "speech-tokenizer", "tokenizer"):
         parser.add_argument(f"--{name}", metavar="FILE", help="CosyVoice: as it was given to `convert`")
 
 
 def run(args):
     """Verify as the parsed options say and print the table -> 0 (all is well) or 1. Raises CosyH3Error."""
-    report = verify(args.model, args.against, file=args.file, revision=args.revision, llm=args.llm,
-                    campplus=args.campplus, speech_tokenizer=args.speech_tokenizer)  # fmt: skip
+    options = ("file", "revision", "llm", "campplus", "speech_tokenizer", "tokenizer")
+    report = verify(args.model, args.against, **{name: getattr(args, name) for name in options})
     print(report.table())
     return 0 if report.ok else 1
 

@@ -4,12 +4,14 @@ The probe gives both models the same inputs, stage by stage, so that one stage's
 row of text and speech tokens, a mel of given tokens, the waveform of a given mel.
 """
 
+import inspect
 from dataclasses import dataclass, field
 
 import mlx.core as mx
 import numpy as np
 
-from mlx_cosyh3.convert.cosyvoice import PARTS, QUANTIZES, entries, find_speech_model, open_speech
+from mlx_cosyh3.convert.cosyvoice import PARTS, entries, find_speech_model, open_speech
+from mlx_cosyh3.convert.cosyvoice_check import model_class
 from mlx_cosyh3.convert.formats import PartFormat
 from mlx_cosyh3.convert.sources import as_float32
 from mlx_cosyh3.cosyvoice.voice import Voice
@@ -53,17 +55,17 @@ class SpeechVerifyReport:
         return "\n".join([*lines, "PASS" if self.ok else "FAIL"])
 
 
-def verify_speech(folder, config, against, *, llm_file=None, front_ends=None, revision=None):
+def verify_speech(folder, config, against, *, llm_file=None, front_ends=None, tokenizer=None, revision=None):
     """Compare the converted model `folder` (its config.json: `config`) with the model `against` it was made from.
 
-    llm_file, front_ends   as they were given to `convert`
+    llm_file, front_ends, tokenizer   as they were given to `convert`
     Returns a SpeechVerifyReport. Raises CosyH3Error where there is nothing to compare."""
     from mlx_cosyh3.convert.verify import TensorCheck, compare_one, stored_tensors
 
     found = find_speech_model(against, revision, llm_file)
     if found is None:
         raise CosyH3Error(f"{against} is no CosyVoice folder: give the one that {folder} was made from")
-    source = open_speech(found, llm_file, front_ends, revision)
+    source = open_speech(found, llm_file, front_ends, tokenizer, revision)
     stored = stored_tensors(folder)
     formats = formats_of(config)
     checks, left = [], set(stored)
@@ -96,7 +98,8 @@ def formats_of(config):
         store, quantization = config.get("store", {}), config.get("quantization") or {}
         dtypes = {part: store.get(part, config["dtype"].get(part, "float32")) for part in PARTS}
         how = {p: "int8" if q["mode"] == "int8" else q["bits"] for p, q in quantization.items()}
-        return {p: PartFormat(QUANTIZES.get(p), dtypes[p], how.get(p)) for p in PARTS}
+        quantizes = model_class(config).quantizes
+        return {p: PartFormat(quantizes.get(p), dtypes[p], how.get(p)) for p in PARTS}
     except (KeyError, TypeError, AttributeError) as e:
         raise CheckpointError(f"config.json lacks a value ({type(e).__name__}: {e}): convert again") from e
 
@@ -131,22 +134,23 @@ def _probe(folder, config, source):
     got = load(folder)
     rng = np.random.default_rng(0)
     lm, bins = source.config["llm"], source.config["mel"]["num_mels"]
-    text = rng.integers(0, lm["qwen2"]["vocab_size"], 12).tolist()
+    text = rng.integers(0, source.version.text_rows(source.config), 12).tolist()
     tokens = rng.integers(0, lm["speech_token_size"], 24).tolist()
     voice = next(iter(source.voices.values()), None)
     width = source.config["flow"].get("spk_embed_dim", 192)
     speaker = mx.array(rng.standard_normal((1, width)).astype(np.float32) if voice is None else voice.embedding[None])
     prompt = (mx.zeros((1, 0), dtype=mx.int32), mx.zeros((1, 0, bins)))
-    mel = None
+    mel, key = None, mx.random.key(0)
     stages = []
     for stage, part in STAGES.items():
-        original = _original(part, config, source)
+        original = _original(part, source)
         if stage == "logits":
             run = lambda m: m(m.embed_prefix(text, [], tokens))  # noqa: E731
         elif stage == "mel":
-            run = lambda m: m(mx.array([tokens], dtype=mx.int32), *prompt, speaker, steps=4)  # noqa: E731
+            given = (mx.array([tokens], dtype=mx.int32), *prompt, speaker)
+            run = lambda m: _first(m(*given, steps=4, **_key(m, key)))  # noqa: E731, B023
         else:
-            run = lambda m: m(mel)  # noqa: E731, B023
+            run = lambda m: _first(m(mel, **_key(m, key)))  # noqa: E731, B023
         expected = run(original).astype(mx.float32)
         mx.eval(expected)
         del original
@@ -154,6 +158,16 @@ def _probe(folder, config, source):
             mel = expected
         stages.append(_stage(stage, config, np.array(run(got[part]).astype(mx.float32)), np.array(expected)))
     return stages
+
+
+def _key(part, key):
+    """The parts of some versions draw random numbers."""
+    return {"key": key} if "key" in inspect.signature(type(part).__call__).parameters else {}
+
+
+def _first(result):
+    """Some also return what the next chunk needs."""
+    return result[0] if isinstance(result, tuple) else result
 
 
 def _stage(stage, config, got, expected):
@@ -169,16 +183,15 @@ def _stage(stage, config, got, expected):
     return StageCheck(stage, error, peak, status)
 
 
-def _original(part, config, source):
+def _original(part, source):
     """One part of the original in float32 (quantised where the original is)."""
-    from mlx_cosyh3.cosyvoice.cosyvoice3 import QUANTIZES as CHOSEN
-    from mlx_cosyh3.cosyvoice.cosyvoice3 import PARTS as CLASSES
-    from mlx_cosyh3.cosyvoice.cosyvoice3 import _quantize
+    from mlx_cosyh3.cosyvoice.model import quantize
 
-    cls, part_config = CLASSES[part]
+    whole = model_class(source.config)
+    cls, part_config = whole.parts[part]
     model = cls(part_config.from_dict(source.config[part]))
     if part in source.packed:
-        _quantize(model, source.packed[part], CHOSEN[part])
+        quantize(model, source.packed[part], whole.quantizes[part])
     weights = []
     for name, t in source.parts[part].items():
         a = np.ascontiguousarray(t.numpy())

@@ -116,7 +116,7 @@ def _dashes(argv):
 
 def _commands():
     """(name, function that adds its arguments, function that runs it, help)"""
-    from mlx_cosyh3 import convert
+    from mlx_cosyh3 import convert, info
     from mlx_cosyh3.convert import verify
 
     return [
@@ -129,7 +129,7 @@ def _commands():
         ("perplexity", _add_perplexity, _perplexity, "measure how well a model predicts a text"),
         ("convert", convert.add_arguments, convert.run, "convert a checkpoint to an MLX model folder"),
         ("verify", verify.add_arguments, verify.run, "compare a converted model with the checkpoint it came from"),
-        ("info", _add_model, _info, "show what a model folder holds"),
+        ("info", info.add_arguments, info.run, "show what a model folder holds and can do"),
         ("doctor", _add_doctor, _doctor, "test the kernels on this machine"),
     ]
 
@@ -360,20 +360,6 @@ def _perplexity(args):
     print(f"mean nll       {score.mean_nll:.6f}")
     print(f"perplexity     {score.perplexity:.4f}")
     print(f"bits per byte  {score.bits_per_byte:.5f}")
-
-
-def _info(args):
-    import mlx.core as mx
-
-    from mlx_cosyh3.load import find_model, read_config
-
-    folder = find_model(args.model, args.revision)
-    config = read_config(folder)
-    files = sorted(folder.glob("model*.safetensors"))
-    size = sum(a.nbytes for f in files for a in mx.load(str(f)).values())  # lazy: only the headers are read
-    print(f"folder: {folder}\nweights: {size / 1e6:.1f} MB in {len(files)} file{'s' * (len(files) != 1)}")
-    for key, value in sorted(config.items()):
-        print(f"{key}: {value}")
 
 
 def _add_doctor(parser):

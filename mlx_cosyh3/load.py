@@ -17,6 +17,8 @@ EMBEDDED = Path(__file__).parent / "models"
 DEFAULT_MODEL = "h3-tiny"
 FAMILIES = {  # config.json's model_type -> module with `build(config)`
     "h3": "mlx_cosyh3.h3",
+    "cosyvoice1": "mlx_cosyh3.cosyvoice.cosyvoice1",
+    "cosyvoice2": "mlx_cosyh3.cosyvoice.cosyvoice2",
     "cosyvoice3": "mlx_cosyh3.cosyvoice.cosyvoice3",
 }
 PATTERNS = ["*.json", "*.safetensors", "voices/*.safetensors", "*.txt", "*.bpe", "*.md"]

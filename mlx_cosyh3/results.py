@@ -41,7 +41,8 @@ class SpeechResult(Result):
     tokens      speech tokens that were spoken
     segments    the pieces in which the text was spoken, as the model read them
     total       wall-clock seconds from the first step to the result
-    `seconds` has "llm", "flow", "vocoder", and "first_audio": from the start until the first audio was there"""
+    `seconds` has "llm", "flow", "vocoder", and "first_audio": from the start until the first audio was there. The
+    stages of a long text run side by side, so that their sum may be more than `total`; then `rtf` goes by `total`"""
 
     audio: np.ndarray = None
     sample_rate: int = 0

@@ -29,19 +29,19 @@ def check_options(
 
     `repetition_penalty` may be None (off), `seed` None (drawn by the system) or a list, one seed per prompt.
     """
-    _whole("max_tokens", max_tokens, 1, None)
-    _number("temperature", temperature, lambda x: x >= 0, "0 (always the likeliest token) or more")
-    _whole("top_k", top_k, 0, None, " (0 = off)")
-    _number("top_p", top_p, lambda x: 0 < x <= 1, "more than 0 and at most 1 (1 = off)")
-    _number("min_p", min_p, lambda x: 0 <= x <= 1, "from 0 (off) to 1")
+    whole("max_tokens", max_tokens, 1, None)
+    number("temperature", temperature, lambda x: x >= 0, "0 (always the likeliest token) or more")
+    whole("top_k", top_k, 0, None, " (0 = off)")
+    number("top_p", top_p, lambda x: 0 < x <= 1, "more than 0 and at most 1 (1 = off)")
+    number("min_p", min_p, lambda x: 0 <= x <= 1, "from 0 (off) to 1")
     if repetition_penalty is not None:
-        _number("repetition_penalty", repetition_penalty, lambda x: x > 0, "more than 0 (1 = off)")
+        number("repetition_penalty", repetition_penalty, lambda x: x > 0, "more than 0 (1 = off)")
     for one in seed if isinstance(seed, (list, tuple)) else [seed]:
         if one is not None:
-            _whole("seed", one, 0, MAX_SEED)
+            whole("seed", one, 0, MAX_SEED)
 
 
-def _whole(name, value, low, high, note=""):
+def whole(name, value, low, high, note=""):
     wanted = f"a whole number from {low}{f' to {high}' if high is not None else ''}{note}"
     try:
         ok = not isinstance(value, bool) and operator.index(value) >= low and (high is None or value <= high)
@@ -51,7 +51,7 @@ def _whole(name, value, low, high, note=""):
         raise CosyH3Error(f"{name} must be {wanted}, not {value!r}")
 
 
-def _number(name, value, in_range, wanted):
+def number(name, value, in_range, wanted):
     try:
         ok = not isinstance(value, (bool, str)) and math.isfinite(value) and in_range(value)
     except (TypeError, OverflowError):

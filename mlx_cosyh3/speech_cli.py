@@ -25,8 +25,8 @@ OPTIONS = {
     "tau_r": (float, "R", "the share of that window it must make up"),
     "speed": (float, "X", "tempo, 0.5 to 2, at the same pitch"),
     "steps": (int, "N", "steps of the flow; more are slower and finer"),
-    "chunk_tokens": (int, "N", "streamed: speech tokens (25 a second) of the first chunk"),
-    "max_chunk_tokens": (int, "N", "streamed: speech tokens of the longest chunk"),
+    "chunk_tokens": (int, "N", "streamed: speech tokens of the first chunk; default: 25, in CosyVoice 1 two seconds"),
+    "max_chunk_tokens": (int, "N", "streamed: speech tokens of the longest chunk; default: 100, or two seconds"),
     "max_seconds": (float, "S", "stop after this much audio"),
     "pause": (float, "S", "seconds of silence between the segments of a long text"),
 }
@@ -72,8 +72,8 @@ def load_speaker(args):
     return model
 
 
-def find_voice(model, name, transcript, note=note):
-    """--voice: a voice of the model, a voice file, or a recording."""
+def find_voice(model, name, transcript, note=note, compat=False):
+    """--voice: a voice of the model, a voice file, or a recording (`compat`: see Voice.from_audio)."""
     from mlx_cosyh3.cosyvoice.voice import Voice
 
     if name is None or name in model.voices:
@@ -88,7 +88,7 @@ def find_voice(model, name, transcript, note=note):
             )
         return Voice.load(path)
     if path.exists():
-        return Voice.from_audio(model, path, transcript, name=path.stem, note=note)
+        return Voice.from_audio(model, path, transcript, name=path.stem, note=note, compat=compat)
     if path.suffix or "/" in name:
         raise CosyH3Error(f"there is no voice file or recording {name}")
     return model.find_voice(name)  # raises, with the names there are
@@ -127,43 +127,71 @@ class Progress:
 # ---------------------------------------------------------------- say
 
 
+def add_compat(parser):
+    parser.add_argument("--compat", action="store_true", help="compute as upstream does where it is wrong, for equal "
+                        "numbers: see SpeechOptions and Voice.from_audio")  # fmt: skip
+
+
+def add_output(parser, default):
+    parser.add_argument("-o", "--output", metavar="F", help=f"audio file to write (wav, flac); '-' is a wav on stdout; "
+                        f"default: {default}, or nothing with --play")  # fmt: skip
+    parser.add_argument("--overwrite", action="store_true", help="replace a file that is there already")
+    parser.add_argument("--stream", action="store_true", help="make the audio chunk by chunk: the first is there soon")
+    parser.add_argument("--play", action="store_true", help="play it")
+    parser.add_argument("--stats", action="store_true", help="print times to stderr even if not in a terminal")
+    parser.set_defaults(default_output=default)
+
+
 def add_say(parser):
     parser.add_argument("text", nargs="?", help="text to speak; '-' or nothing reads it from a pipe")
     parser.add_argument("--file", metavar="F", help="read the text from a file")
     add_model(parser)
     add_voice(parser)
-    parser.add_argument("-o", "--output", metavar="F", help="audio file to write (wav, flac); '-' is a wav on stdout; "
-                        "default: speech.wav, or nothing with --play")  # fmt: skip
-    parser.add_argument("--overwrite", action="store_true", help="replace a file that is there already")
-    parser.add_argument("--stream", action="store_true", help="make the audio chunk by chunk: the first is there soon")
-    parser.add_argument("--play", action="store_true", help="play it")
+    add_output(parser, "speech.wav")
     parser.add_argument("--causal", action="store_true", help="without --stream: compute as streaming does")
     parser.add_argument("--no-normalize", action="store_true", help="do not read numbers and signs as words")
-    parser.add_argument("--stats", action="store_true", help="print times to stderr even if not in a terminal")
+    add_compat(parser)
     add_options(parser)
 
 
 def say(args, read_text):
-    from mlx_cosyh3.cosyvoice import audio
     from mlx_cosyh3.cosyvoice.speech import SpeechOptions
 
-    options = {name: getattr(args, name) for name in OPTIONS}
-    if options["seed"] is None:
-        options["seed"] = secrets.randbelow(2**32)  # chosen here so that the statistics can name it
+    options = {name: getattr(args, name) for name in OPTIONS} | {"compat": args.compat}
+    options["seed"] = seed_of(args)
     SpeechOptions(**options)  # bad options before a model is loaded
     if args.stream and args.causal:
         raise CosyH3Error("--causal goes without --stream, which always computes so: leave it out")
-    out = output(
-        args.output if args.output is not None or args.play else "speech.wav", args.overwrite or args.output is None
-    )
+    out = output_of(args)
     text = read_text(args)
     model = load_speaker(args)
-    voice = find_voice(model, args.voice, args.voice_text)
+    voice = find_voice(model, args.voice, args.voice_text, compat=args.compat)
     options |= {"voice": voice, "normalize": not args.no_normalize} | ({} if args.stream else {"causal": args.causal})
+    return deliver(
+        args, out, model, options["seed"],
+        lambda progress: model.start(text, args.stream, note=note, progress=progress, **options),
+    )  # fmt: skip
+
+
+def seed_of(args):
+    """--seed; chosen here where none was given, so that the statistics can name it."""
+    return secrets.randbelow(2**32) if args.seed is None else args.seed
+
+
+def output_of(args):
+    """Where to write: see `output`."""
+    given = args.output is not None
+    return output(args.output if given or args.play else args.default_output, args.overwrite or not given)
+
+
+def deliver(args, out, model, seed, start):
+    """Run the stream that `start(progress)` begins, with its audio to `out` and to --play -> the exit status."""
+    from mlx_cosyh3.cosyvoice import audio
+
     player = audio.Player(model.sample_rate) if args.play else None
     progress = Progress()
     try:
-        result, interrupted = speak(model, text, options, args.stream, progress, player)
+        result, interrupted = listen(lambda: start(progress), player)
     finally:
         progress.clear()
     if out is not None and len(result.audio):
@@ -171,17 +199,17 @@ def say(args, read_text):
         if out != "-":
             print(out)
     if args.stats or sys.stderr.isatty():
-        print(stats_line(result, options["seed"]), file=sys.stderr)
+        print(stats_line(result, seed), file=sys.stderr)
     if interrupted and not len(result.audio):
         note("interrupted before there was any audio; nothing was written")
     return 130 if interrupted else 0
 
 
-def speak(model, text, options, streamed, progress, player=None, note=note):
-    """Run one utterance -> (SpeechResult, whether Ctrl-C cut it short). What was made until then is in the result.
+def listen(start, player=None, note=note):
+    """Run the stream that `start()` makes -> (SpeechResult, whether Ctrl-C cut it short). What was made is in it.
 
     player   an audio.Player that plays it; closed at the end
-    It always runs as a stream of pieces, in a worker thread, so that Ctrl-C finds this thread waiting."""
+    A stream's work is done in a thread of its own, so that Ctrl-C finds this one waiting."""
     interrupted, stream = False, None
 
     def play(piece=None):
@@ -196,7 +224,7 @@ def speak(model, text, options, streamed, progress, player=None, note=note):
             player = None
 
     try:
-        stream = model.start(text, streamed, note=note, progress=progress, **options)
+        stream = start()
         try:
             for piece in stream:
                 play(piece)
@@ -254,6 +282,7 @@ def add_clone(parser):
     )
     parser.add_argument("--name", help="name of the voice (default: that of the recording)")
     parser.add_argument("--overwrite", action="store_true", help="replace a file that is there already")
+    add_compat(parser)
     add_model(parser)
 
 
@@ -267,7 +296,7 @@ def clone(args):
     out = output(f"{name}.voice.safetensors" if args.output is None else args.output, args.overwrite, (".safetensors",))
     if out == "-":
         raise CosyH3Error(f"-o -: a voice goes to a file, such as {name}.voice.safetensors")
-    voice = Voice.from_audio(load_speaker(args), recording, args.text, name=name, note=note)
+    voice = Voice.from_audio(load_speaker(args), recording, args.text, name=name, note=note, compat=args.compat)
     voice.save(out)
     print(out)
     print(f"{name}: {voice.seconds:.1f} s, {len(voice.prompt_tokens)} speech tokens, "
@@ -278,35 +307,28 @@ def add_vc(parser):
     parser.add_argument("source", help="the recording that says what is to be said")
     add_model(parser)
     add_voice(parser)
-    parser.add_argument(
-        "-o", "--output", metavar="F", help="audio file to write; '-' writes a wav to stdout (converted.wav)"
-    )
-    parser.add_argument("--overwrite", action="store_true", help="replace a file that is there already")
-    parser.add_argument("--speed", type=float, default=1.0, metavar="X", help="tempo, 0.5 to 2 (1.0)")
-    parser.add_argument("--steps", type=int, default=10, metavar="N", help="steps of the flow (10)")
-    parser.add_argument("--stats", action="store_true", help="print times to stderr even if not in a terminal")
+    add_output(parser, "converted.wav")
+    add_compat(parser)
+    add_options(parser, without=OPTIONS.keys() - {"speed", "steps", "seed", "chunk_tokens", "max_chunk_tokens"})
 
 
 def vc(args):
     from mlx_cosyh3.cosyvoice.speech import SpeechOptions
 
-    SpeechOptions(steps=args.steps, speed=args.speed)  # bad options before a model is loaded
-    out = output("converted.wav" if args.output is None else args.output, args.overwrite or args.output is None)
+    options = {"steps": args.steps, "speed": args.speed, "seed": seed_of(args)}
+    if args.stream:
+        options |= {name: getattr(args, name) for name in ("chunk_tokens", "max_chunk_tokens", "compat")}
+    SpeechOptions(**options)  # bad options before a model is loaded
+    out = output_of(args)
     source = Path(args.source).expanduser()
     if not source.is_file():
         raise CosyH3Error(f"there is no recording {args.source}")
     model = load_speaker(args)
-    voice = find_voice(model, args.voice, args.voice_text)
-    progress = Progress()
-    try:
-        result = model.convert_voice(source, voice, note=note, progress=progress, steps=args.steps, speed=args.speed)
-    finally:
-        progress.clear()
-    result.save(out)
-    if out != "-":
-        print(out)
-    if args.stats or sys.stderr.isatty():
-        print(stats_line(result), file=sys.stderr)
+    voice = find_voice(model, args.voice, args.voice_text, compat=args.compat)
+    return deliver(
+        args, out, model, options["seed"],
+        lambda progress: model.start_conversion(source, voice, args.stream, note=note, progress=progress, **options),
+    )  # fmt: skip
 
 
 def voices(args):

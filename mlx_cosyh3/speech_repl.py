@@ -41,7 +41,7 @@ class SpeechRepl(Shell):
     def __init__(self, model, options=None, folder=".", voice=None, play=True, out=None, err=None):
         super().__init__(out, err)
         self.model, self.options = model, speech_cli.defaults() | (options or {})
-        SpeechOptions(**self.options)
+        SpeechOptions(**self.options).settle(model)
         self.folder, self.voice = Path(folder).expanduser(), voice
         if not self.folder.is_dir():
             raise CosyH3Error(f"there is no folder {self.folder} to save audio in")
@@ -61,9 +61,10 @@ class SpeechRepl(Shell):
         player = self.player() if self.playing else None
         progress = speech_cli.Progress(self.err)
         try:
-            result, interrupted = speech_cli.speak(
-                self.model, text, options | {"voice": self.voice}, self.streamed, progress, player, note=self.note
-            )
+            options["voice"] = self.voice
+            options |= {"note": self.note, "progress": progress}
+            start = lambda: self.model.start(text, self.streamed, **options)  # noqa: E731
+            result, interrupted = speech_cli.listen(start, player, self.note)
         finally:
             progress.clear()
         self.drawn += 1
@@ -168,7 +169,7 @@ class SpeechRepl(Shell):
 
     def change(self, name, value):
         changed = self.options | {name: value}
-        SpeechOptions(**changed)
+        SpeechOptions(**changed).settle(self.model)
         self.options = changed
         if name == "seed":
             self.drawn = 0

@@ -85,6 +85,38 @@ def _work(run, pieces, closed, done):
         done.set()
 
 
+class Beside:
+    """A function at work in another thread, with this one's context, while this one does something else."""
+
+    def __init__(self, function, *args):
+        self._done = threading.Event()
+        self._result = self._error = None
+        _start(contextvars.copy_context().run, self._work, function, args)
+
+    def _work(self, function, args):
+        try:
+            self._result = function(*args)
+        except BaseException as e:  # handed over to whoever asks for the result
+            self._error = e
+        finally:
+            self._done.set()
+
+    @property
+    def done(self):
+        return self._done.is_set()
+
+    def wait(self, timeout=None):
+        """Wait until it is done, or for `timeout` seconds -> whether it is done."""
+        return self._done.wait(timeout)
+
+    def result(self):
+        """What the function returned; raises what it raised."""
+        self.wait()
+        if self._error is not None:
+            raise self._error
+        return self._result
+
+
 _lock = threading.Lock()
 _workers, _idle = [], []
 _exiting = threading.Event()
@@ -108,17 +140,20 @@ class _Worker:
 def _start(function, *args):
     """Run function(*args) in a free thread, or in a new one."""
     with _lock:
+        if _exiting.is_set():  # the threads are told to end, none would run it
+            raise RuntimeError("the program is ending")
         if _idle:
             worker = _idle.pop()
         else:
             worker = _Worker()
             _workers.append(worker)
-    worker.tasks.put((function, *args))
+        worker.tasks.put((function, *args))
 
 
 @atexit.register
 def _finish():
-    _exiting.set()
+    with _lock:
+        _exiting.set()
     for worker in _workers:
         worker.tasks.put(None)
     for worker in _workers:

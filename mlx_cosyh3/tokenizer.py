@@ -63,12 +63,12 @@ class Tokenizer:
         """
         path = Path(path)
         if (path / "tokenizer.json").is_file():
-            source, bpe = path / "tokenizer.json", _read_tokenizer_json(path / "tokenizer.json")
+            source, bpe = path / "tokenizer.json", read_tokenizer_json(path / "tokenizer.json")
         else:
             source, bpe = path / "vocab.json", None
             for vocab, merges in ((path / a, path / b) for a, b in PAIRS):
                 if vocab.is_file() and merges.is_file():
-                    source, bpe = vocab, _read_vocab_and_merges(vocab, merges)
+                    source, bpe = vocab, read_vocab_and_merges(vocab, merges)
                     break
                 if vocab.is_file() or merges.is_file():
                     have, lack = (vocab, merges) if vocab.is_file() else (merges, vocab)
@@ -141,9 +141,9 @@ class Detokenizer:
         return self._utf8.decode(b"", final=True)
 
 
-def _read_tokenizer_json(path):
-    text = _read_text(path)
-    decoder = json.dumps(_parse_json(path, text, dict).get("decoder"))
+def read_tokenizer_json(path):
+    text = read_text(path)
+    decoder = json.dumps(parse_json(path, text, dict).get("decoder"))
     if '"ByteLevel"' not in decoder:
         raise CheckpointError(
             f"{path}: not a byte-level BPE tokenizer (its decoder is {decoder[:60]}); only "
@@ -155,8 +155,8 @@ def _read_tokenizer_json(path):
         raise CheckpointError(f"{path} cannot be used: {e}") from None
 
 
-def _read_vocab_and_merges(vocab_path, merges_path):
-    vocab = _parse_json(vocab_path, _read_text(vocab_path), dict)
+def read_vocab_and_merges(vocab_path, merges_path):
+    vocab = parse_json(vocab_path, read_text(vocab_path), dict)
     owner = {}
     for token, i in vocab.items():
         if type(i) is not int or not 0 <= i < 2**31:
@@ -168,7 +168,7 @@ def _read_vocab_and_merges(vocab_path, merges_path):
 
     merges = []
     # Not splitlines(): its notion of a line end includes characters that a token may hold.
-    for number, line in enumerate(_read_text(merges_path).split("\n"), start=1):
+    for number, line in enumerate(read_text(merges_path).split("\n"), start=1):
         line = line.rstrip("\r")
         if not line or (number == 1 and line.startswith("#version")):
             continue
@@ -188,7 +188,7 @@ def _read_vocab_and_merges(vocab_path, merges_path):
     return bpe
 
 
-def _read_text(path):
+def read_text(path):
     raw = path.read_bytes()
     if not raw.strip():
         raise CheckpointError(f"{path} is empty; copy the file again")
@@ -199,7 +199,7 @@ def _read_text(path):
         raise CheckpointError(f"{path} is not UTF-8 text: byte 0x{byte:02x} at position {e.start}") from None
 
 
-def _parse_json(path, text, kind):
+def parse_json(path, text, kind):
     try:
         value = json.loads(text)
     except (json.JSONDecodeError, RecursionError) as e:

@@ -222,7 +222,7 @@ def test_version_and_help(run):
 
 def test_info(run, folder):
     status, out, err = run("info", "--model", folder)
-    assert (status, err) == (0, "") and "d_model: 16" in out and "in 1 file\n" in out
+    assert (status, err) == (0, "") and "width       16; MLP 32" in out and "bytes in 4 files\n" in out
 
 
 def test_unescape():

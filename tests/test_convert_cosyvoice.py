@@ -1,4 +1,7 @@
-"""Conversion of a CosyVoice 3 folder: all formats and back, its report, its voices, and every kind of bad folder."""
+"""Conversion of a CosyVoice 3 folder: all formats and back, its report, its voices, and every kind of bad folder.
+
+What other versions have alone is in test_convert_cosyvoice_versions.py.
+"""
 
 import json
 import os
@@ -14,15 +17,18 @@ from mlx.utils import tree_flatten
 
 from mlx_cosyh3.convert import convert, main
 from mlx_cosyh3.convert.cosyvoice import find_speech_model, open_speech, part_formats
-from mlx_cosyh3.convert.cosyvoice_folder import SANITIZE
+from mlx_cosyh3.convert.cosyvoice_v3 import SANITIZE
 from mlx_cosyh3.convert.sources import open_source
 from mlx_cosyh3.convert.verify import main as verify_main
 from mlx_cosyh3.convert.verify import verify
 from mlx_cosyh3.cosyvoice.voice import Voice
 from mlx_cosyh3.errors import CosyH3Error
 from mlx_cosyh3.load import load
+from tests import cosyvoice_layouts
 from tests.golden_data import cosyvoice_golden, large
-from tests.make_cosyvoice_folder import SHAPES, SIZES, make_folder, numbers, voice, write_torch
+from tests.make_cosyvoice_folder import make_folder, numbers, voice, write_torch
+
+SHAPES, SIZES = cosyvoice_layouts.SHAPES[3], cosyvoice_layouts.SIZES[3]
 
 FORMATS = [
     {},
@@ -64,11 +70,13 @@ def replace(path, old, new):
 # The test's own folder
 
 
+@pytest.mark.parametrize("version", [1, 2, 3])
 @pytest.mark.parametrize("part", ["llm", "flow", "hift"])
-def test_the_full_size_of_the_test_folder_is_that_of_the_released_model(part):
-    inventory = json.loads((large("golden", "cosyvoice") / "inventory.json").read_text())[f"v3.{part}"]
-    theirs = {k: tuple(v[0]) for k, v in inventory.get("keys", inventory).items() if isinstance(v, list)}
-    assert SHAPES[f"{part}.pt"](SIZES["full"]) == theirs
+def test_the_full_size_of_the_test_folder_is_that_of_the_released_model(version, part):
+    inventory = json.loads((large("golden", "cosyvoice") / "inventory.json").read_text())[f"v{version}.{part}"]
+    theirs = {k: tuple(v[0]) for k, v in inventory["keys"].items()}
+    shapes, sizes = cosyvoice_layouts.SHAPES[version], cosyvoice_layouts.SIZES[version]["full"]
+    assert shapes[f"{part}.pt"](sizes) == theirs
 
 
 # True conversions
@@ -239,15 +247,17 @@ def test_verify_finds_damage(source, tmp_path):
 # Bad folders
 
 
-@pytest.mark.parametrize("name, said", [("cosyvoice.yaml", "CosyVoice 1"), ("cosyvoice2.yaml", "CosyVoice 2")])
-def test_other_versions(copy, tmp_path, name, said):
-    (copy / "cosyvoice3.yaml").rename(copy / name)
-    assert f"{said}, which is not supported yet" in error(copy, tmp_path)
-
-
 def test_a_yaml_of_another_version_under_this_name(copy, tmp_path):
     replace(copy / "cosyvoice3.yaml", "CosyVoice3LM", "Qwen2LM")
-    assert "Qwen2LM, not a CosyVoice3LM" in error(copy, tmp_path)
+    message = error(copy, tmp_path)
+    assert "its llm is a Qwen2LM, which is CosyVoice 2's, but its flow is a CausalMaskedDiffWithDiT" in message
+
+
+def test_the_name_of_the_yaml_does_not_matter(copy, source, tmp_path):
+    (copy / "cosyvoice3.yaml").rename(copy / "cosyvoice.yaml")
+    convert(str(copy), str(tmp_path / "a"))
+    convert(str(source), str(tmp_path / "b"))
+    assert (tmp_path / "a" / "config.json").read_text() == (tmp_path / "b" / "config.json").read_text()
 
 
 @pytest.mark.parametrize(
@@ -255,7 +265,7 @@ def test_a_yaml_of_another_version_under_this_name(copy, tmp_path):
     [
         ("hift.pt", "lacks hift.pt"),
         ("llm.pt", "lacks llm.pt"),
-        ("cosyvoice3.yaml", "no cosyvoice3.yaml"),
+        ("cosyvoice3.yaml", "no cosyvoice3.yaml, cosyvoice2.yaml or cosyvoice.yaml"),
         ("spk2info.pt", "nothing could speak"),
         ("CosyVoice-BlankEN/config.json", "config.json is missing"),
         ("CosyVoice-BlankEN/vocab.json", "no tokenizer"),
@@ -334,7 +344,7 @@ def test_no_entry_of_the_yaml_can_crash_the_converter(copy, tmp_path):
     path, outcomes = copy / "cosyvoice3.yaml", Counter()
     lines = path.read_text().splitlines()
     for i, line in enumerate(lines):
-        for value in ("", "0", "x", "[[1]]", "2001-01-01", "!new:a.b"):
+        for value in ("", "0", "x", "[[1]]", "2001-01-01", "!new:a.b") if line[:1] not in "#_" else ():
             changed = [*lines[:i], f"{line.partition(':')[0]}: {value}", *lines[i + 1 :]]
             path.write_text("\n".join(changed) + "\n")
             try:
@@ -427,7 +437,8 @@ def test_bad_names_of_voices(copy, tmp_path, name, said):
         ({"dtype": "campplus=bfloat16"}, "'campplus'"),
         ({"store": "int8"}, "not one of"),
         ({"heads": 4}, "--heads 4 goes with H3"),
-        ({"tokenizer": "none"}, "--tokenizer"),
+        ({"tokenizer": "none"}, "--tokenizer none: there is no such file"),
+        ({"tokenizer": "/"}, "--tokenizer / goes with H3 and CosyVoice 1 models"),
         ({"llm": "llm.rl.pt"}, "lacks llm.rl.pt"),
         ({"revision": "main"}, "--revision"),
         ({"campplus": "/no/such.onnx"}, "no such file"),
@@ -507,7 +518,7 @@ def test_what_is_found(tmp_path, source):
 
 
 def test_a_hub_repo(source, tmp_path, monkeypatch):
-    """What is fetched is what is needed, and nothing of a repo of another version."""
+    """What is fetched is what is needed."""
     fetched = []
 
     def find_model(name, revision, patterns):
@@ -525,8 +536,6 @@ def test_a_hub_repo(source, tmp_path, monkeypatch):
         patterns
     )
     assert not any("model.safetensors" in p or "*" in p for p in patterns)
-    names[:] = ["cosyvoice2.yaml", "llm.pt"]
-    assert "CosyVoice 2" in error("someone/voice", tmp_path) and len(fetched) == 1
     monkeypatch.setattr("mlx_cosyh3.convert.cosyvoice.repo_files", lambda repo, revision: None)  # no network
     assert convert("someone/voice", str(tmp_path / "out"), dry_run=True).source == "someone/voice"
 

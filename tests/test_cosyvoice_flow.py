@@ -1,4 +1,4 @@
-"""CosyVoice 3's flow against upstream's tensors, and its streaming against itself."""
+"""CosyVoice 3's flow against upstream's tensors. Its streaming: test_cosyvoice_causal_flow.py."""
 
 import importlib.util
 import json
@@ -6,22 +6,18 @@ import json
 import mlx.core as mx
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from mlx.utils import tree_map
 from safetensors.numpy import load_file
 
 from mlx_cosyh3.convert.sources import open_source
 from mlx_cosyh3.convert.torch_file import read_torch
 from mlx_cosyh3.cosyvoice import cfm, dit, noise
-from mlx_cosyh3.cosyvoice.flow import Flow, FlowConfig, FlowStream, default_budget, sanitize
-from mlx_cosyh3.cosyvoice.qwen2 import CACHE_STEP
+from mlx_cosyh3.cosyvoice.causal_flow import FlowStream
+from mlx_cosyh3.cosyvoice.flow import Flow, FlowConfig, sanitize
 from mlx_cosyh3.errors import CheckpointError, CosyH3Error
 from mlx_cosyh3.int8 import Int8Linear
 from tests.golden_data import cosyvoice_golden, large
 
-TINY = {"vocab_size": 30, "dit": {"dim": 64, "depth": 2, "heads": 2, "dim_head": 32, "static_chunk_size": 8},
-        "pre_lookahead_layer": {"channels": 16, "pre_lookahead_len": 3}}  # fmt: skip
+FULL = {"vocab_size": 6561, "dit": {"dim": 1024, "depth": 22, "heads": 16}, "pre_lookahead_layer": {"channels": 1024}}
 
 
 def load(config, weights):
@@ -36,21 +32,6 @@ def golden():
     folder = cosyvoice_golden("v3_flow")
     weights = {k: t.numpy() for k, t in open_source(folder / "flow.pt").tensors.items()}
     return load(json.loads((folder / "config.json").read_text()), weights), mx.load(str(folder / "io.safetensors"))
-
-
-@pytest.fixture(scope="module")
-def tiny():
-    """A random flow, its prompts and 40 tokens."""
-    flow = Flow(FlowConfig.from_dict(TINY))
-    keys = iter(mx.random.split(mx.random.key(0), 200))
-    flow.update(tree_map(lambda a: mx.random.normal(a.shape, key=next(keys)) * (0.5 / a.shape[-1] ** 0.5), flow.parameters()))
-    flow.look_ahead = 3
-    mx.eval(flow.parameters())
-    rng = np.random.default_rng(1)
-    prompt = rng.integers(0, 30, 7)
-    mel = rng.standard_normal((1, 14, 80)).astype(np.float32)
-    args = mx.array(prompt[None]), mx.array(mel), mx.array(rng.standard_normal((1, 192)).astype(np.float32))
-    return flow, args, rng.integers(0, 30, 40).tolist()
 
 
 def close(ours, theirs, tolerance):
@@ -140,75 +121,10 @@ def test_look_ahead(golden):
     np.testing.assert_allclose(np.array(got), np.array(io["prelookahead.ctx_out"]), atol=1e-4)
 
 
-@settings(max_examples=25, deadline=None)
-@given(cuts=st.lists(st.integers(0, 40), max_size=6), count=st.integers(1, 40), kept=st.booleans(), prompted=st.booleans())
-def test_stream_equals_the_whole(tiny, cuts, count, kept, prompted):
-    flow, args, tokens = tiny
-    if not prompted:
-        args = args[0][:, :0], args[1][:, :0], args[2]
-    tokens = tokens[:count]
-    whole = flow(mx.array([tokens]), *args, streaming=True, steps=2)
-    stream = flow.stream(*args, steps=2, memory_budget=1e12 if kept else 0)
-    edges = sorted(min(c, count) for c in cuts)
-    parts = [stream.add(tokens[a:b]) for a, b in zip([0, *edges], edges)]
-    assert stream.frames == sum(p.shape[1] for p in parts)
-    parts.append(stream.add(tokens[edges[-1] if edges else 0 :], last=True))
-    np.testing.assert_allclose(np.array(mx.concatenate(parts, axis=1)), np.array(whole), atol=1e-4 * np.abs(np.array(whole)).max())
-
-
-def test_stream_computes_each_frame_once(tiny, monkeypatch):
-    flow, args, tokens = tiny
-    frames = []
-    monkeypatch.setattr(Flow, "solve", lambda self, mu, *a, __solve=Flow.solve, **k: frames.append(mu.shape[1]) or __solve(self, mu, *a, **k))
-    stream = flow.stream(*args, steps=1, memory_budget=1e12)
-    for t in tokens:
-        stream.add([t])
-    stream.add([], last=True)
-    assert sum(frames) == 2 * (7 + 40) and max(frames) <= 8
-
-
-def test_past_the_budget_nothing_is_kept(tiny):
-    flow, args, tokens = tiny
-    tokens = 4 * tokens
-    whole = flow(mx.array([tokens]), *args, streaming=True, steps=2)
-    frame = flow.stream(*args, steps=2, memory_budget=0).bytes_per_frame
-    stream = flow.stream(*args, steps=2, memory_budget=CACHE_STEP * frame)
-    parts = [stream.add(tokens[:12])]
-    assert stream.states is not None
-    allocated = sum(a.nbytes for s in stream.states for c in s.caches for a in (c.keys, c.values))
-    assert allocated == stream.budget  # buffers grow by blocks, and those count
-    parts.append(stream.add(tokens[12:]))
-    assert stream.states is None
-    parts.append(stream.add([], last=True))
-    whole = np.array(whole)
-    np.testing.assert_allclose(np.array(mx.concatenate(parts, axis=1)), whole, atol=1e-4 * np.abs(whole).max())
-
-
 def test_full_size_takes_so_many_bytes_a_frame():
-    config = TINY | {"dit": {"dim": 1024, "depth": 22, "heads": 16}}
     stream = FlowStream.__new__(FlowStream)  # its weights stay lazy: nothing of the 1.3 GB is made
-    stream.flow, stream.steps = Flow(FlowConfig.from_dict(config)), 10
+    stream.flow, stream.steps = Flow(FlowConfig.from_dict(FULL)), 10
     assert stream.bytes_per_frame == 2 * 2 * 10 * 22 * 1024 * 4  # k and v, two rows, steps, layers, width, fp32: 3.6 MB
-
-
-METAL = {"max_recommended_working_set_size": 12e9, "memory_size": 16e9}
-
-
-@pytest.mark.parametrize("info", [METAL, {"total_memory": 140e9}, {}])
-def test_default_budget_knows_both_kinds_of_gpu(monkeypatch, info):
-    monkeypatch.setattr(mx, "is_available", lambda device: True)
-    monkeypatch.setattr(mx, "device_info", lambda device=None: info)
-    assert default_budget() == next(iter(info.values()), 8e9) / 4
-    monkeypatch.setattr(mx, "is_available", lambda device: False)
-    assert default_budget() == 2e9
-
-
-def test_kept_bytes_are_what_is_said(tiny):
-    flow, args, tokens = tiny
-    stream = flow.stream(*args, steps=2, memory_budget=1e12)
-    stream.add(tokens, last=True)
-    used = sum(2 * c.keys.nbytes * c.offset // c.keys.shape[2] for s in stream.states for c in s.caches)
-    assert used == stream.bytes_per_frame * (14 + 80)
 
 
 def test_trained_model():
@@ -231,8 +147,7 @@ def test_full_size(watched):
     spec = importlib.util.spec_from_file_location("seeded_weights", folder.parent / "seeded_weights.py")
     seeded = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(seeded)
-    config = {"vocab_size": 6561, "dit": {"dim": 1024, "depth": 22, "heads": 16}, "pre_lookahead_layer": {"channels": 1024}}
-    flow = load(config, seeded.state_dict("v3.flow"))
+    flow = load(FULL, seeded.state_dict("v3.flow"))
     io = mx.load(str(folder / "v3.flow.safetensors"))
     mel = flow(io["in.token"], io["in.prompt_token"], io["in.prompt_feat"], io["in.embedding"])
     first, last = watched[0], watched[9]
@@ -245,30 +160,14 @@ def test_full_size(watched):
 
 
 def test_int8_layers(golden):
-    from mlx_cosyh3.cosyvoice.cosyvoice3 import _quantize
+    from mlx_cosyh3.cosyvoice.model import quantize
 
     folder = cosyvoice_golden("v3_flow")
     flow = Flow(FlowConfig.from_dict(json.loads((folder / "config.json").read_text())))
-    _quantize(flow, {"mode": "int8"}, dit.quantizes)
+    quantize(flow, {"mode": "int8"}, dit.quantizes)
     kinds = {n: type(m) for n, m in flow.named_modules()}
     assert kinds["dit.blocks.0.to_q"] is kinds["dit.blocks.1.ff_out"] is Int8Linear
     assert kinds["dit.proj_in"] is not Int8Linear and kinds["dit.blocks.0.modulation"] is not Int8Linear
-
-
-def test_bf16_weights_keep_fp32_outside(tiny):
-    flow, args, tokens = tiny
-    half = Flow(FlowConfig.from_dict(TINY))
-    half.update(tree_map(lambda a: a.astype(mx.bfloat16), flow.parameters()))
-    mx.eval(half.parameters())
-    a, b = (f(mx.array([tokens]), *args, steps=2) for f in (flow, half))
-    assert b.dtype == mx.float32
-    assert 0 < mx.abs(a - b).max() < 0.1 * mx.abs(a).max()
-
-
-def test_a_value_that_is_not_finite_names_stage_and_step(tiny):
-    flow, args, tokens = tiny
-    with pytest.raises(CosyH3Error, match=r"the flow gave a value that is not finite .* in step 1 of 3"):
-        flow(mx.array([tokens]), args[0], args[1] * float("inf"), args[2], steps=3)
 
 
 @pytest.mark.parametrize("bad", [1, 2, 4])
@@ -276,53 +175,6 @@ def test_the_first_bad_step_is_named(bad):
     nan = lambda x, k: x * (float("nan") if k + 1 >= bad else 0.0)  # noqa: E731
     with pytest.raises(CosyH3Error, match=f"in step {bad} of 4"):
         cfm.euler(mx.ones((1, 3, 80)), 4, nan, 0.7)
-
-
-def test_too_little_to_tell_anything(tiny):
-    flow, args, tokens = tiny
-    none = args[0][:, :0], args[1][:, :0], args[2]
-    for count in range(4):  # the last 3 are only looked ahead at
-        assert flow(mx.array([tokens[:count]], dtype=mx.int32), *none, finalize=False, steps=1).shape == (1, 0, 80)
-    assert flow(mx.array([tokens[:4]]), *none, finalize=False, steps=1).shape == (1, 2, 80)
-    assert flow(mx.zeros((1, 0), dtype=mx.int32), *none, steps=1).shape == (1, 0, 80)
-    assert flow.stream(*none, steps=1).add([], last=True).shape == (1, 0, 80)
-
-
-def test_no_steps(tiny):
-    flow, args, tokens = tiny
-    with pytest.raises(CosyH3Error, match="0 steps: give at least 1"):
-        flow(mx.array([tokens]), *args, steps=0)
-    with pytest.raises(CosyH3Error, match="0 steps"):
-        flow.stream(*args, steps=0)
-
-
-def test_bad_tokens_and_lengths(tiny):
-    flow, args, _ = tiny
-    with pytest.raises(CosyH3Error, match="outside of 0 to 29: 3 to 30"):
-        flow(mx.array([[3, 30]]), args[0][:, :0], args[1][:, :0], args[2])
-    with pytest.raises(CosyH3Error, match="at most 300 s"):
-        flow(mx.zeros((1, noise.FRAMES // 2), dtype=mx.int32), *args, steps=1)
-
-
-def test_progress_counts_the_steps(tiny):
-    flow, args, tokens = tiny
-    seen = []
-    flow(mx.array([tokens[:3]]), *args, steps=4, on_step=seen.append)
-    assert seen == [1, 2, 3, 4]
-
-
-def test_a_run_can_be_stopped_between_steps(tiny):
-    flow, args, tokens = tiny
-    seen = []
-
-    def stop(done):
-        seen.append(done)
-        if done == 2:
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        flow(mx.array([tokens[:3]]), *args, steps=50, on_step=stop)
-    assert seen == [1, 2]
 
 
 @pytest.mark.parametrize("frames", [1, 7, 8, 9, 30])

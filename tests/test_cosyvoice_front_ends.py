@@ -18,6 +18,7 @@ from mlx_cosyh3.cosyvoice import campplus, s3tokenizer
 from mlx_cosyh3.cosyvoice.campplus import CAMPPlus, CAMPPlusConfig
 from mlx_cosyh3.cosyvoice.s3tokenizer import S3Tokenizer, S3TokenizerConfig
 from mlx_cosyh3.errors import CheckpointError, CosyH3Error
+from tests import onnx_writer
 from tests.golden_data import cosyvoice_golden
 
 S3_FILES = [
@@ -181,64 +182,105 @@ class Stored:
         return self.array
 
 
-def v1_graph(weights, strides, folded, fused):
-    """What torch.onnx makes of a v1 tokenizer, less the nodes between layers.
+def v1_graph(weights, strides, folded, fused, names=True):
+    """What torch.onnx makes of a v1 tokenizer, less the nodes between layers -> (nodes, {name: array}, output).
 
     folded   weights of linear layers are transposed in the file, else by a node
-    fused    layer norms are one node each, else ten"""
+    fused    layer norms are one node each, else ten
+    names    weights that no node changed have their names, as in the published 25 Hz file, the convolutions', too;
+             else those have numbers, as at 50 Hz"""
     nodes, stored = [], {}
 
-    def add(op, *inputs, **attributes):
-        names = []
-        for a in inputs:
-            if isinstance(a, np.ndarray):
-                stored[f"w{len(stored)}"] = Stored(a)
-                a = f"w{len(stored) - 1}"
-            names.append(a)
-        nodes.append(Node("", op, names, [f"t{len(nodes)}"], attributes))
+    def add(op, name, *inputs, **attributes):
+        """Add a node; inputs: names of what is computed, or (name, array)."""
+        known = []
+        for i in inputs:
+            if isinstance(i, tuple):
+                stored.setdefault(*i)
+                i = i[0]
+            known.append(i)
+        nodes.append(Node(name, op, known, [f"{name}_output_0"], attributes))
         return nodes[-1].outputs[0]
 
+    def number(name, value):
+        return add("Constant", name, value=np.array(value, np.float32))
+
+    def kept(name):
+        return name.replace("encoder.", "encoders.", 1), weights[name]
+
+    def turned(op, name, w):
+        """A weight that the graph has transposed."""
+        if folded:
+            return f"onnx::{op}_{1000 + len(stored)}", np.ascontiguousarray(w.T)
+        return add("Transpose", f"{name}/Transpose", (f"{name}.weight", w), perm=[1, 0])
+
     def linear(x, name):
-        w = weights[f"{name}.weight"]
-        x = add("MatMul", x, np.ascontiguousarray(w.T) if folded else add("Transpose", w, perm=[1, 0]))
-        return add("Add", weights[f"{name}.bias"], x) if f"{name}.bias" in weights else x
+        path = "/" + name.removeprefix("encoder.").replace(".", "/")
+        path = path.replace("blocks/", "blocks.").replace("mlp/", "mlp/mlp.")
+        x = add("MatMul", f"{path}/MatMul", x, turned("MatMul", path, weights[f"{name}.weight"]))
+        return add("Add", f"{path}/Add", kept(f"{name}.bias"), x) if f"{name}.bias" in weights else x
 
     def norm(x, name):
-        w, b = weights[f"{name}.weight"], weights[f"{name}.bias"]
+        path = "/" + name.removeprefix("encoder.").replace(".attn", "/attn").replace(".mlp", "/mlp")
+        w, b = kept(f"{name}.weight"), kept(f"{name}.bias")
         if fused:
-            return add("LayerNormalization", x, w, b, epsilon=float(np.float32(1e-5)))
-        middle = add("Sub", x, add("ReduceMean", x))
-        var = add("Add", add("ReduceMean", add("Pow", middle, np.array(2, np.float32))), np.array(1e-5, np.float32))
-        return add("Add", add("Mul", add("Div", middle, add("Sqrt", var)), w), b)
+            return add("LayerNormalization", f"{path}/LayerNormalization", x, w, b, epsilon=float(np.float32(1e-5)))
+        middle = add("Sub", f"{path}/Sub", x, add("ReduceMean", f"{path}/ReduceMean", x, axes=[-1]))
+        square = add("Pow", f"{path}/Pow", middle, number(f"{path}/Constant", 2))
+        var = add("ReduceMean", f"{path}/ReduceMean_1", square, axes=[-1])
+        var = add("Sqrt", f"{path}/Sqrt", add("Add", f"{path}/Add", var, number(f"{path}/Constant_1", 1e-5)))
+        return add("Add", f"{path}/Add_1", add("Mul", f"{path}/Mul", add("Div", f"{path}/Div", middle, var), w), b)
 
-    x = "mel"
+    x = "feats"
     for i, stride in enumerate(strides, 1):
-        x = add("Conv", x, weights[f"encoder.conv{i}.weight"], weights[f"encoder.conv{i}.bias"], strides=[stride])
-    x = add("Add", x, add("Slice", weights["encoder.positional_embedding"], "start", "stop"))
+        pair = [kept(f"encoder.conv{i}.{kind}") for kind in ("weight", "bias")]
+        if not names:
+            pair = [(f"onnx::Conv_{1517 + 2 * i + k}", a) for k, (_, a) in enumerate(pair)]
+        x = add("Conv", f"/conv{i}/Conv", x, *pair, strides=[stride], group=1, dilations=[1])
+    x = add("Add", "/Add", x, add("Slice", "/Slice", kept("encoder.positional_embedding"), "start", "stop"))
     for i in range(len({n.split(".")[2] for n in weights if n.startswith("encoder.blocks.")})):
         block = f"encoder.blocks.{i}"
         y = norm(x, f"{block}.attn_ln")
         q, k, v = (linear(y, f"{block}.attn.{role}") for role in ("query", "key", "value"))
-        y = add("MatMul", add("Softmax", add("MatMul", q, k)), v)
-        x = add("Add", x, linear(y, f"{block}.attn.out"))
-        y = add("Gelu", linear(norm(x, f"{block}.mlp_ln"), f"{block}.mlp.0"))
-        x = add("Add", x, linear(y, f"{block}.mlp.2"))
-    book = weights["quantizer._codebook.embed"]
-    book = np.ascontiguousarray(book.T) if folded else add("Transpose", book, perm=[1, 0])
-    x = add("Sub", add("Pow", book, np.array(2, np.float32)), add("MatMul", x, book))
-    return Graph(nodes, stored, ["mel"], [x])
+        scores = add("Softmax", f"/blocks.{i}/attn/Softmax", add("MatMul", f"/blocks.{i}/attn/MatMul", q, k), axis=-1)
+        y = add("MatMul", f"/blocks.{i}/attn/MatMul_1", scores, v)
+        x = add("Add", f"/blocks.{i}/Add", x, linear(y, f"{block}.attn.out"))
+        y = add("Gelu", f"/blocks.{i}/mlp/mlp.1/Gelu", linear(norm(x, f"{block}.mlp_ln"), f"{block}.mlp.0"))
+        x = add("Add", f"/blocks.{i}/Add_1", x, linear(y, f"{block}.mlp.2"))
+    path = "/quantizer/rq/model/layers.0/_codebook"
+    book = turned("Pow", path, weights["quantizer._codebook.embed"])
+    squared = add("Pow", f"{path}/Pow_1", book, number(f"{path}/Constant", 2))
+    x = add("Sub", f"{path}/Sub", squared, add("MatMul", f"{path}/MatMul", x, book))
+    return nodes, stored, x
+
+
+def golden_v1_graph(name, *how):
+    tensors = open_source(cosyvoice_golden(name) / "tokenizer.pt").tensors
+    upstream = {n: np.asarray(t.numpy()) for n, t in tensors.items()}
+    return v1_graph(upstream, (1, 2) if name == "s3_v1_50hz" else (2, 2), *how)
 
 
 @pytest.mark.parametrize("folded, fused", [(True, False), (True, True), (False, False)])
 @pytest.mark.parametrize("name, rate", [("s3_v1_50hz", 50), ("s3_v1_25hz", 25)])
-def test_a_v1_graph_is_the_checkpoint(name, rate, folded, fused, monkeypatch):
-    path = cosyvoice_golden(name) / "tokenizer.pt"
-    upstream = {n: np.asarray(t.numpy()) for n, t in open_source(path).tensors.items()}
-    graph = v1_graph(upstream, (1, 2) if rate == 50 else (2, 2), folded, fused)
-    monkeypatch.setattr(front_ends, "read_onnx", lambda path: graph)
-    (config, weights), (wanted_config, wanted) = speech_tokenizer_from("v1.onnx"), speech_tokenizer_from(path, rate)
+def test_a_v1_file_gives_upstream_s_tokens(name, rate, folded, fused, tmp_path):
+    """The weights of the golden checkpoint in an ONNX file that is laid out and named like the published one."""
+    nodes, weights, out = golden_v1_graph(name, folded, fused, rate == 25)
+    if (folded, fused) == (True, False):
+        told = {n.name for n in nodes} | set(weights)
+        assert told >= {"/blocks.1/attn/key/MatMul", "/blocks.0/attn_ln/Mul", "/blocks.0/attn_ln/Add_1",
+                        "/blocks.1/mlp/mlp.0/Add", "encoders.positional_embedding",
+                        "/quantizer/rq/model/layers.0/_codebook/Pow_1",
+                        "onnx::Conv_1522" if rate == 50 else "encoders.conv2.bias"}  # fmt: skip
+    (tmp_path / "speech_tokenizer_v1.onnx").write_bytes(onnx_writer.graph(nodes, weights, ["feats"], [out]))
+    config, weights = speech_tokenizer_from(tmp_path / "speech_tokenizer_v1.onnx")
+    wanted_config, wanted = speech_tokenizer_from(cosyvoice_golden(name) / "tokenizer.pt", rate)
     assert config == wanted_config and weights.keys() == wanted.keys()
     assert all(np.array_equal(weights[n], wanted[n]) for n in wanted)
+    model = load(S3Tokenizer(S3TokenizerConfig.from_dict(config)), weights)
+    io = load_file(cosyvoice_golden(name) / "io.safetensors")
+    assert model.rate == rate
+    for case in ("real", "rand"):
+        np.testing.assert_array_equal(np.array(model(mx.array(io[f"{case}.mel"].swapaxes(1, 2)))), io[f"{case}.codes"])
 
 
 STRANGE = ["text", -1, 0, 1 << 62, 1.5, float("nan"), [], [0], [-3], ["text"], [1.5], [1 << 62],
@@ -277,12 +319,17 @@ def damage(graph, draw):
     "name, file, read",
     [
         ("campplus", "campplus_tiny.onnx", campplus_from),
+        ("s3_v1_50hz", None, speech_tokenizer_from),
         ("s3_v2", "tokenizer_lookalike.onnx", speech_tokenizer_from),
         ("s3_v3", "tokenizer_lookalike.onnx", speech_tokenizer_from),
     ],
 )
 def test_a_damaged_graph_is_a_model_or_an_error(name, file, read):
-    whole = read_onnx(cosyvoice_golden(name) / file)
+    if file:
+        whole = read_onnx(cosyvoice_golden(name) / file)
+    else:
+        nodes, weights, out = golden_v1_graph(name, True, False)
+        whole = Graph(nodes, {n: Stored(a) for n, a in weights.items()}, ["feats"], [out])
 
     @settings(max_examples=150, deadline=None)
     @given(st.data())

@@ -607,8 +607,8 @@ def test_prompt_errors_and_notes():
     assert quiet("zero_shot", 3, "Hi.") == ("", "Hi.")  # the voice holds the transcript as ids
     with pytest.raises(CosyH3Error, match="modes are zero_shot"):
         prompts.layout("clone", 3, "Hi.")
-    with pytest.raises(CosyH3Error, match="version 1"):
-        prompts.layout("sft", 1, "Hi.")
+    with pytest.raises(CosyH3Error, match="version 4"):
+        prompts.layout("sft", 4, "Hi.")
     with pytest.warns(UserWarning, match="less than half"):
         prompts.layout("zero_shot", 3, "Hi.", transcript="A long transcript.")
     with pytest.warns(UserWarning, match="instruction has 200 characters"):

@@ -11,31 +11,7 @@ from hypothesis import strategies as st
 from mlx_cosyh3.convert.onnx_file import read_onnx
 from mlx_cosyh3.errors import CheckpointError
 from tests.golden_data import cosyvoice_golden
-
-
-def varint(n):
-    n &= (1 << 64) - 1
-    out = b""
-    while n > 127:
-        out, n = out + bytes([n & 127 | 128]), n >> 7
-    return out + bytes([n])
-
-
-def run(number, data):
-    data = data.encode() if isinstance(data, str) else data
-    return varint(number << 3 | 2) + varint(len(data)) + data
-
-
-def number(field, n):
-    return varint(field << 3) + varint(n)
-
-
-def tensor(name, kind, shape, data):
-    return run(1, b"".join(varint(n) for n in shape)) + number(2, kind) + run(8, name) + data
-
-
-def model(*parts):
-    return number(1, 8) + run(7, b"".join(parts))
+from tests.onnx_writer import model, number, run, tensor, varint
 
 
 def write(tmp_path, data):

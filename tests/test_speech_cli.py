@@ -263,23 +263,20 @@ def test_a_model_that_does_not_speak_and_one_that_does_not_write(run, tmp_path, 
     assert "speaks" in one_line(run("generate", TEXT, "--model", voice_folder)) and os.listdir() == []
 
 
-@pytest.mark.parametrize("stream", [True, False])
-def test_ctrl_c_keeps_the_audio_made_so_far(voice_folder, speaker, here, stream):
-    """SIGINT to the program in the middle of a long text, once it has played something."""
-    text = "The cat sat on the mat, and it was warm. " * 40
+def interrupted(words, patch=""):
+    """Run the program with a player of ours, and SIGINT once it was given two pieces -> (status, stdout, stderr)."""
     script = (
         "import os, signal, sys\n"
-        "from mlx_cosyh3 import cli\nfrom mlx_cosyh3.cosyvoice import audio\n"
+        "from mlx_cosyh3 import cli\nfrom mlx_cosyh3.cosyvoice import audio, utterance\n"
         "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         "class Player:\n    n = 0\n    def __init__(self, rate): pass\n    def finish(self): pass\n"
         "    def close(self): pass\n"
         "    def add(self, samples):\n        self.n += 1\n"
         "        if self.n == 2: print('two', file=sys.stderr, flush=True)\n"
-        "audio.Player = Player\nsys.exit(cli.main(sys.argv[1:]))\n"
+        f"audio.Player = Player\n{patch}\nsys.exit(cli.main(sys.argv[1:]))\n"
     )
-    words = ["say", text, "--model", str(voice_folder), "--seed", "3", "--play", "-o", "a.wav", *["--stream"] * stream]
     process = subprocess.Popen(
-        [sys.executable, "-c", script, *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        [sys.executable, "-c", script, *map(str, words)], stdout=subprocess.PIPE, stderr=subprocess.PIPE,
         env=os.environ | {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p)},
     )  # fmt: skip
     while line := process.stderr.readline():
@@ -287,10 +284,30 @@ def test_ctrl_c_keeps_the_audio_made_so_far(voice_folder, speaker, here, stream)
             break
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=120)
-    assert process.returncode == 130 and out == b"a.wav\n" and b"Traceback" not in err
+    return process.returncode, out, err
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_ctrl_c_keeps_the_audio_made_so_far(voice_folder, speaker, here, stream):
+    """In the middle of a long text, once it has played something."""
+    text = "The cat sat on the mat, and it was warm. " * 40
+    words = ["say", text, "--model", voice_folder, "--seed", "3", "--play", "-o", "a.wav", *["--stream"] * stream]
+    status, out, err = interrupted(words)
+    assert status == 130 and out == b"a.wav\n" and b"Traceback" not in err
     got, full = read("a.wav"), generate(speaker, text, seed=3, causal=stream, note=lambda text: None)
     assert 0.1 < len(got) / 24000 < full.duration * 0.9
     assert np.abs(got - full.audio[: len(got)]).max() < (1e-3 if stream else 1e-4)
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_ctrl_c_keeps_what_was_converted_so_far(voice_folder, here, stream):
+    """In the middle of a long recording, which is converted in parts."""
+    sound = 0.1 * np.random.default_rng(0).standard_normal(30 * 24000).astype(np.float32)
+    soundfile.write("long.wav", sound, 24000)
+    words = ["vc", "long.wav", "--voice", "clara", "--model", voice_folder, "--play", "-o", "a.wav"]
+    status, out, err = interrupted(words + ["--stream"] * stream, "utterance.LONGEST = 2.0")
+    assert status == 130 and out == b"a.wav\n" and b"Traceback" not in err
+    assert 0.1 < len(read("a.wav")) / 24000 < 29
 
 
 # ---------------------------------------------------------------- clone, vc, voices
@@ -336,6 +353,9 @@ def test_convert_a_voice(run, voice_folder, speaker, here, recording):  # noqa: 
     assert same(read("converted.wav"), speaker.convert_voice(recording, "clara"))
     assert run("vc", recording, "--model", voice_folder, "--speed", 2, "--steps", 3, "-o", "b.wav")[0] == 0
     assert len(read("b.wav")) == pytest.approx(24000, rel=0.02)
+    assert run("vc", recording, "--voice", "clara", "--model", voice_folder, "--stream", "-o", "c.wav")[0] == 0
+    causal = speaker.convert_voice(recording, "clara", causal=True)
+    assert len(read("c.wav")) == len(causal.audio) and np.abs(read("c.wav") - causal.audio).max() < 1e-3
     assert "speed" in one_line(run("vc", recording, "--model", voice_folder, "--speed", 5))
     assert "b.wav exists" in one_line(run("vc", recording, "--model", voice_folder, "-o", "b.wav"))
 

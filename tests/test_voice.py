@@ -6,17 +6,23 @@ Run: python -m pytest -q tests/test_voice.py
 import io
 import os
 
+import mlx.core as mx
 import numpy as np
 import pytest
 import soundfile
 from safetensors import safe_open
-from safetensors.numpy import save_file
+from safetensors.numpy import load_file, save_file
 
 from mlx_cosyh3 import generate, load
-from mlx_cosyh3.cosyvoice import audio, utterance
+from mlx_cosyh3.convert.front_ends import speech_tokenizer_from
+from mlx_cosyh3.cosyvoice import audio, features, utterance
+from mlx_cosyh3.cosyvoice.campplus import CAMPPlus, CAMPPlusConfig
+from mlx_cosyh3.cosyvoice.s3tokenizer import S3Tokenizer, S3TokenizerConfig
 from mlx_cosyh3.cosyvoice.voice import Voice
 from mlx_cosyh3.errors import CheckpointError, CosyH3Error
-from tests.small_voice_model import SPEECH, small_voice, write_voice_model
+from tests import golden_voice_models
+from tests.golden_data import cosyvoice_golden
+from tests.small_voice_model import CAMPPLUS, SPEECH, small_voice, write_voice_model
 
 TEXT = "Hello there."
 ARRAYS = ("embedding", "prompt_tokens", "prompt_mel", "transcript_ids")
@@ -101,6 +107,37 @@ def test_a_recording_of_no_use_is_one_line(model, samples, rate, said):
         with pytest.raises(CosyH3Error, match=said) as e:
             use((samples, rate))
         assert "\n" not in str(e.value)
+
+
+@pytest.mark.parametrize("rate", [50, 25])
+def test_a_recording_for_version_1(rate):
+    """Its mel at 22.05 kHz is upstream's; tokens and mel are not cut to one length; compat makes upstream's mistake."""
+    golden = load_file(cosyvoice_golden("frontend") / "features.safetensors")
+    model = golden_voice_models.model.__wrapped__(1)
+    config, weights = speech_tokenizer_from(cosyvoice_golden(f"s3_v1_{rate}hz") / "tokenizer.pt", rate)
+    model.speech_tokenizer = S3Tokenizer(S3TokenizerConfig.from_dict(config))
+    model.speech_tokenizer.load_weights([(n, mx.array(np.ascontiguousarray(a))) for n, a in weights.items()])
+    model.campplus = CAMPPlus(CAMPPlusConfig.from_dict(CAMPPLUS))
+    wav, mel = golden["wav22k"].ravel(), golden["mel22k_fmax8000"][0].T
+    np.testing.assert_allclose(model.speech_features(wav, 22050)[1], mel, rtol=0, atol=1e-4)
+    for seconds in (1.0, 1.234, 3.21):
+        samples = sound(seconds, 44100)
+        voice = Voice.from_audio(model, (samples, 44100), "the cat")
+        frames = int(np.ceil(len(samples) * 16000 / 44100)) // 160  # of the log-mel; each halving rounds up
+        wanted = (frames + 1) // 2 if rate == 50 else ((frames + 1) // 2 + 1) // 2
+        assert len(voice.prompt_tokens) == wanted and voice.sample_rate == 22050
+        assert voice.prompt_mel.shape == (int(np.ceil(len(samples) / 2)) // 256, 80)
+        assert voice.seconds == pytest.approx(seconds, abs=0.02) and voice.token_rate == rate
+        same = Voice.from_audio(model, (samples, 44100), "the cat", compat=True)
+        np.testing.assert_array_equal(same.prompt_tokens, voice.prompt_tokens)
+        at_24k = audio.resample(samples, 44100, 24000)
+        wanted = features.mel_spectrogram(at_24k, rate=22050, n_fft=1024, hop=256, win=1024, fmin=0, fmax=8000, bins=80)
+        np.testing.assert_array_equal(same.prompt_mel, wanted)
+        assert len(wanted) == len(at_24k) // 256 and same.token_rate == rate
+
+
+def test_a_voice_of_an_embedding_has_no_rate():
+    assert small_voice(tokens=0).token_rate is None and small_voice().token_rate == 25
 
 
 def test_a_transcript_that_does_not_fit_the_text_is_noted(model):
@@ -255,6 +292,6 @@ def test_convert_voice_checks_its_options(model, options, said):
     with pytest.raises(CosyH3Error, match=said):
         model.convert_voice((sound(1), 24000), "anna", **options)
     with pytest.raises(TypeError):
-        model.convert_voice((sound(1), 24000), "anna", seed=3)
+        model.convert_voice((sound(1), 24000), "anna", temperature=0.5)
     with pytest.raises(CosyH3Error, match="no voice 'ana'"):
         model.convert_voice((sound(1), 24000), "ana")

@@ -128,6 +128,10 @@ class SpeechLM(nn.Module):
         self.llm_decoder = nn.Linear(D, rows, bias=config.head_bias)
         self.config = config
 
+    def join(self):
+        """Make fewer, larger products of the transformer's; its weights must be loaded."""
+        self.qwen2.join()
+
     def make_cache(self):
         """An empty cache; it takes the batch size of what is first read into it."""
         return self.qwen2.make_cache()
@@ -150,6 +154,10 @@ class SpeechLM(nn.Module):
     def embed_speech(self, ids):
         """A list of speech ids -> [1, T, D]."""
         return self.speech_embedding(mx.array([ids], dtype=mx.int32))
+
+    def embed_drawn(self, ids):
+        """Ids as the sampler gives them, int32 [B] with those that end an utterance -> [B, 1, D]."""
+        return self.speech_embedding(ids[:, None])
 
     def embed_sos(self):
         """What every sequence begins with, [1, 1, D]."""
@@ -180,7 +188,7 @@ class SpeechLM(nn.Module):
         c = self.config
         text_ids = self._text_ids(text_ids, "the text")
         prompt_text_ids = self._text_ids(prompt_text_ids, "the prompt's text")
-        prompt_speech = _checked(prompt_speech, c.speech_token_size, "the prompt's speech")
+        prompt_speech = checked_ids(prompt_speech, c.speech_token_size, "the prompt's speech")
         if not text_ids:
             raise CosyH3Error("the text is empty (no text ids): there is nothing to say")
         if c.end_of_prompt_id is not None and c.end_of_prompt_id not in prompt_text_ids + text_ids:
@@ -188,7 +196,8 @@ class SpeechLM(nn.Module):
                 f"neither the prompt's text nor the text holds <|endofprompt|> (id {c.end_of_prompt_id}), "
                 "which CosyVoice 3 needs: put it after the instruction, or before the text"
             )
-        return SpeechTokens(self, options, key, lambda t: t._at_once(text_ids, prompt_text_ids, prompt_speech))
+        prefix = lambda: self.embed_prefix(text_ids, prompt_text_ids, prompt_speech)  # noqa: E731
+        return SpeechTokens(self, options, key, lambda t: t.at_once(len(text_ids), prefix))
 
     def generate_from_stream(self, text_id_iterator, prompt_text_ids, prompt_speech, options, key, compat=False):
         """`generate` for text whose ids arrive one by one: speech starts after the first few -> SpeechTokens.
@@ -204,7 +213,7 @@ class SpeechLM(nn.Module):
         (of the text ids that came); min_ratio does not. Errors in the text are raised when it has come so far."""
         c = self.config
         prompt_text_ids = self._text_ids(prompt_text_ids, "the prompt's text")
-        prompt_speech = _checked(prompt_speech, c.speech_token_size, "the prompt's speech")
+        prompt_speech = checked_ids(prompt_speech, c.speech_token_size, "the prompt's speech")
         if c.end_of_prompt_id is not None and c.end_of_prompt_id not in prompt_text_ids:
             raise CosyH3Error(
                 f"the prompt's text does not hold <|endofprompt|> (id {c.end_of_prompt_id}), which CosyVoice 3 needs "
@@ -212,15 +221,18 @@ class SpeechLM(nn.Module):
             )
         text_ids = iter(text_id_iterator)
         return SpeechTokens(
-            self, options, key, lambda t: t._taking_turns(text_ids, prompt_text_ids, prompt_speech, compat)
+            self, options, key, lambda t: t.taking_turns(text_ids, prompt_text_ids, prompt_speech, compat)
         )
 
     def _text_ids(self, ids, what):
-        return _checked(ids, self.config.qwen2.vocab_size, what)
+        return checked_ids(ids, self.config.qwen2.vocab_size, what)
 
 
 class SpeechTokens:
     """Iterator of the speech ids of one utterance, each computed when it is asked for, in the thread that asks.
+
+    It decodes with any model that has `make_cache`, `last_logits`, `embed_speech` and `embed_drawn` as SpeechLM does,
+    and config.speech_token_size and .speech_vocab_size.
 
     finish_reason   "stop" (the model was done) or "length" (a limit cut it); None until the iterator has ended"""
 
@@ -245,18 +257,18 @@ class SpeechTokens:
         """Make no more of them."""
         self._ids.close()
 
-    def _at_once(self, text_ids, prompt_text_ids, prompt_speech):
+    def at_once(self, text_length, prefix):
+        """A plan: the ids that follow on all embeddings that `prefix()` makes, for a text of so many ids."""
         lm, o = self._lm, self._options
         self._start()
-        limit, least = int(len(text_ids) * o.max_ratio), int(len(text_ids) * o.min_ratio)
+        limit, least = int(text_length * o.max_ratio), int(text_length * o.min_ratio)
         limit = limit if o.max_tokens is None else min(limit, o.max_tokens)
         not_yet = self._keep(lambda i: i != lm.config.speech_token_size)
-        prefix = lm.embed_prefix(text_ids, prompt_text_ids, prompt_speech)
-        _, ended = yield from self._speak([prefix], limit, lambda n: not_yet if n < least else None)
+        _, ended = yield from self._speak([prefix()], limit, lambda n: not_yet if n < least else None)
         self.finish_reason = "stop" if ended else "length"
 
-    def _taking_turns(self, text_ids, prompt_text, prompt_speech, compat):
-        """Blocks of mix_ratio text and speech ids, the prompt's first; in the end the rest of the text at once."""
+    def taking_turns(self, text_ids, prompt_text, prompt_speech, compat):
+        """A plan: blocks of mix_ratio text and speech ids, the prompt's first; in the end the rest of the text."""
         lm, o, c = self._lm, self._options, self._lm.config
         self._start()
         text_block, speech_block = c.mix_ratio
@@ -332,7 +344,7 @@ class SpeechTokens:
         for n in range(limit):
             state, offset = self._state, self._cache[0].offset
             if n + 1 < limit:
-                following = self._draw(lm.speech_embedding(drawn[0][:, None]), keep(n + 1))
+                following = self._draw(lm.embed_drawn(drawn[0]), keep(n + 1))
             token = self._read(drawn)
             if token >= size:
                 self._state = state
@@ -367,7 +379,7 @@ class SpeechTokens:
         return token
 
 
-def _checked(ids, count, what):
+def checked_ids(ids, count, what):
     """Ids as a list of int, each within 0 .. count - 1."""
     try:
         ids = [operator.index(i) for i in (ids.tolist() if hasattr(ids, "tolist") else ids)]

@@ -1,13 +1,17 @@
 """What the language model is given as text in each mode: the system prefix, instructions and <|endofprompt|>.
 
 Version 3 was trained with "You are a helpful assistant." before <|endofprompt|>, and speaks instructions aloud, or
-nothing right, without that token. Version 2 needs it after an instruction only. Users give plain text; those who
+nothing right, without that token. Versions 1 and 2 need it after an instruction only. Users give plain text; those who
 write the prefix themselves, as upstream asks, get the same. After the examples in upstream's README and example.py.
+
+Version 1 has the same modes. Its instruction says who speaks, "A cheerful young woman.", for one of the model's own
+speakers; <|endofprompt|> is no token of its vocabulary but plain text. The language of a text is said before it,
+<|en|>Hello; most of all in cross_lingual mode, where the clip speaks another one.
 """
 
 import warnings
 
-from mlx_cosyh3.cosyvoice.special_tokens import END_OF_PROMPT, check_tags
+from mlx_cosyh3.cosyvoice.special_tokens import END_OF_PROMPT, TAGS, check_tags
 from mlx_cosyh3.cosyvoice.text import HAN, take_head
 from mlx_cosyh3.errors import CosyH3Error
 
@@ -17,22 +21,23 @@ MODES = ("zero_shot", "cross_lingual", "instruct", "sft")
 LONGEST_INSTRUCTION = 160  # characters (60 of Chinese); the known ones have at most half of that
 
 
-def layout(mode, version, text, transcript=None, instruct=None, note=warnings.warn):
+def layout(mode, version, text, transcript=None, instruct=None, note=warnings.warn, tags=TAGS):
     """(prompt_text, text) to tokenise for one segment; the model reads them one after the other.
 
     mode         one of MODES (voice conversion has no text)
-    version      2 or 3
+    version      1, 2 or 3
     text         one segment of text.segments
     transcript   zero_shot: what the voice's clip says; None when the voice holds it as ids, which then replace
                  the (empty) prompt_text. Other modes do not use it, so that the transcript in a saved voice can
                  never take an instruction's place
     instruct     instruct: "Please speak very softly.", with or without the system prefix and <|endofprompt|>
     note         called with one line when the prompt may spoil the speech; None: silent
+    tags         that the model knows: `tokenizer.tags` in version 1
     """
     if mode not in MODES:
         raise CosyH3Error(f"mode {mode!r} is unknown; modes are {', '.join(MODES)}")
-    if version not in (2, 3):
-        raise CosyH3Error(f"version {version!r} of CosyVoice has no text layout here; 2 and 3 have")
+    if version not in (1, 2, 3):
+        raise CosyH3Error(f"version {version!r} of CosyVoice has no text layout here; 1, 2 and 3 have")
     if instruct is not None and mode != "instruct":
         raise CosyH3Error(f"an instruction cannot be used in {mode} mode; leave instruct out, or use instruct mode")
     head, body = _head(text)
@@ -47,8 +52,8 @@ def layout(mode, version, text, transcript=None, instruct=None, note=warnings.wa
         return (with_prefix(transcript) if version == 3 else transcript), body
     if mode == "instruct":
         _no_instruction(head, mode)
-        return instruction(instruct, version, note), body
-    if version == 2 or head:  # a head that the user wrote is kept as it is
+        return instruction(instruct, version, note, tags), body
+    if version < 3 or head:  # a head that the user wrote is kept as it is
         return "", head + body
     return "", (PREFIX if mode == "cross_lingual" else END_OF_PROMPT) + body
 
@@ -59,11 +64,11 @@ def with_prefix(text):
     return (head or PREFIX) + body
 
 
-def instruction(instruct, version, note=warnings.warn):
+def instruction(instruct, version, note=warnings.warn, tags=TAGS):
     """The prompt text of an instruction: <|endofprompt|> at its end and, in version 3, the system sentence first."""
     if not isinstance(instruct, str) or not instruct.strip():
         raise CosyH3Error(f"the instruction is {instruct!r}; say how to speak, for instance 'Please speak softly.'")
-    check_tags(instruct, note)
+    check_tags(instruct, note, tags)
     head, after = _head(instruct)
     if head and after.strip():
         raise CosyH3Error(

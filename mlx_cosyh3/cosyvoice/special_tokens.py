@@ -1,8 +1,10 @@
-"""The tokens that CosyVoice 2 and 3 add to Qwen2's vocabulary, and how they are found in text.
+"""The tokens that CosyVoice 2 and 3 add to Qwen2's vocabulary, version 1's languages, and how they are found in text.
 
 Upstream appends them in code (cosyvoice/tokenizer/tokenizer.py), in this order, after the base vocabulary:
 control tokens (<|endofprompt|>, sounds such as [laughter], spans such as <strong>..</strong>); version 3 adds
-<|endofsystem|> and phonemes, [AA0] of CMU's set and [h] [ǎo] of pinyin. In text a tag is spelled exactly as here.
+<|endofsystem|> and phonemes, [AA0] of CMU's set and [h] [ǎo] of pinyin. Version 1 has Whisper's tokens, of which
+texts use the languages, <|en|>; it reads the control tokens as plain text, and was trained with some of them as such.
+In text a tag is spelled exactly as here.
 """
 
 import difflib
@@ -32,8 +34,18 @@ PHONEMES = tuple(
     f"[{p}]" for p in sorted(CONSONANTS + [v + stress for v in VOWELS for stress in ("", "0", "1", "2")]) + PINYIN
 )
 
+# Whisper's, in its order, then those that the 25 Hz variant of version 1 adds.
+LANGUAGES = tuple(
+    """en zh de es ru ko fr ja pt tr pl ca nl ar sv it id hi fi vi he uk el ms cs ro da hu ta no th ur hr bg lt la mi ml
+    cy sk te fa lv bn sr az sl kn et mk br eu is hy ne mn bs kk sq sw gl mr pa si km sn yo so af oc ka be tg sd gu am yi
+    lo uz fo ht ps tk nn mt sa lb my bo tl mg as tt haw ln ha ba jw su yue""".split()
+)
+DIALECTS = ("minnan", "wuyu", "dialect", "zh/en", "en/zh")
+LANGUAGE_TAGS = frozenset(f"<|{code}|>" for code in (*LANGUAGES, *DIALECTS))
+
 ADDED = {2: CONTROL, 3: (*CONTROL, END_OF_SYSTEM, *PHONEMES)}  # {version: tokens in id order}
-TAGS = frozenset(QWEN2 + ADDED[3])
+TAGS = frozenset(QWEN2 + ADDED[3])  # what may stand in a text of version 2 or 3
+VERSION_1 = frozenset(CONTROL)  # ... and of version 1, besides the special tokens of its tokenizer
 SOUNDS = frozenset(t for t in ADDED[3] if t.startswith("["))  # heard by themselves, without any word
 
 # What is never read, split or cut: known tags and everything in <|..|>. Longest first, as the tokenizer matches them.
@@ -62,22 +74,22 @@ def compose(text):
     return re.sub(r"\[[^\[\]\s]{2,8}\]", composed, text)
 
 
-def check_tags(text, note=None):
+def check_tags(text, note=None, tags=TAGS):
     """Raises CosyH3Error, with the right spelling, for what looks like a special token but would be spoken as text.
 
     That is: brackets or bars of another script (＜|endofprompt|＞, 【laughter】), a wrong case or missing bars around
     <|endofprompt|>, an unknown <|name|>. `note(message)` is told of a [name] that is only near a known tag.
+    tags   those that the model knows
     """
     for match in _WITH_BARS.finditer(text):
-        if match[0] in TAGS:
+        if match[0] in tags:
             continue
-        name = _letters(match[0])
-        right = _NAMES.get(name) or _near(name)
+        right = _meant(_letters(match[0]), tags)
         said = f"is not {right}" if right else "is no token of this model"
         todo = f"write {right} exactly" if right else "remove it, or its brackets"
         raise CosyH3Error(f"{match[0]!r} at character {match.start()} {said} and would be read aloud; {todo}")
     for match in _BRACKETS.finditer(text):
-        if match[0] in TAGS or _WITH_BARS.fullmatch(match[0]):
+        if match[0] in tags or _WITH_BARS.fullmatch(match[0]):
             continue
         name = _letters(match[0])
         right = _NAMES.get(name)
@@ -88,10 +100,15 @@ def check_tags(text, note=None):
                 f"{match[0]!r} at character {match.start()} only looks like {right} and would be read aloud; "
                 f"write {right} exactly"
             )
-        if note and match[0].isascii() and match[0][0] == "[" and (right := right or _near(name)):
+        if note and match[0].isascii() and match[0][0] == "[" and (right := _meant(name, tags)):
             note(f"{match[0]} is not a tag of this model and is read as text; the nearest tag is {right}")
 
 
-def _near(name):
-    close = difflib.get_close_matches(name, _NAMES, n=1, cutoff=0.75)
+def _meant(name, tags):
+    """The one of `tags` that the letters `name` stand for, or nearly; None if there is none."""
+    for tag in (_NAMES.get(name), f"<|{name}|>"):
+        if tag in tags:
+            return tag
+    known = [n for n, tag in _NAMES.items() if tag in tags]
+    close = difflib.get_close_matches(name, known, n=1, cutoff=0.75)
     return _NAMES[close[0]] if close else None

@@ -1,7 +1,8 @@
 """The text front end: from what a user writes to the segments the language model speaks.
 
 `segments` does it all: check, normalise (numbers and symbols as words), split. Chinese and English are normalised,
-sentence by sentence in each sentence's language; every other language passes through unchanged. With the `wetext`
+sentence by sentence in each sentence's language; every other language passes through unchanged. A language tag (in
+version 1, <|en|>) says the language and holds for all segments up to the next one. With the `wetext`
 package (extra `text`) its grammars do the reading, otherwise the small tables of reading.py. After upstream's
 cosyvoice/cli/frontend.py, which skips all of this for any text with a <|tag|>; here tags stay whole and the rest is
 read as ever.
@@ -13,7 +14,7 @@ import re
 import warnings
 
 from mlx_cosyh3.cosyvoice import reading
-from mlx_cosyh3.cosyvoice.special_tokens import END_OF_PROMPT, TAG, check_tags
+from mlx_cosyh3.cosyvoice.special_tokens import END_OF_PROMPT, LANGUAGE_TAGS, TAG, TAGS, check_tags
 from mlx_cosyh3.cosyvoice.split import CLOSERS, ENDERS, sentences, speaks, split
 from mlx_cosyh3.errors import CosyH3Error
 
@@ -34,26 +35,42 @@ _FOREIGN = frozenset(
 LONGEST_WAIT = 400  # characters that `pieces` holds back
 _READABLE = re.compile(r"[0-9０-９²³½¼¾⅓⅔$€£¥￥%％&@#+=°℃℉×÷±]|\b(?:Dr|Mr|Mrs|Ms|Prof|St|Jr|Sr|vs)\.")
 NORMALISED = ("zh", "en")
+CHINESE, MIXED = ("zh", "yue", "minnan", "wuyu"), ("dialect", "zh/en", "en/zh")  # language tags
 LONGEST_FOR_WETEXT = 240  # characters at a time: its cost a character grows with the length
 
 
-def segments(text, length=len, language=None, normalise=True, max_units=80, min_units=60, merge=20, note=warnings.warn):
+def segments(
+    text, length=len, language=None, normalise=True, max_units=80, min_units=60, merge=20, note=warnings.warn, tags=TAGS
+):
     """What to speak, one string a run of the model, each with something to say; ends without a full stop get one.
 
     text       may hold tags ([laughter], <strong>..</strong>, phonemes). What comes before an <|endofprompt|>
                (an instruction) is left alone and leads every segment.
     length     text -> units; Chinese is counted in characters whatever it says
-    language   "zh", "en" or another code; None looks at the text
+    language   "zh", "en" or another code; None looks at the language tag that the text begins with, then at the text
     max_units, min_units, merge: see split.split
+    tags       that the model knows: `tokenizer.tags` in version 1
     Raises CosyH3Error for text that is empty or holds nothing to speak, and for look-alikes of special tokens.
     """
-    check(text, note)
+    check(text, note, tags)
     head, body = take_head(text)
-    language = _code(language) or language_of(body)
+    language = _code(language) or _tagged_language(body) or language_of(body)
     if normalise:
         body = _with_full_stop(normalize(body, language), language)
-    pieces = split(body, len if language == "zh" else length, max_units, min_units, merge)
-    return [head.lstrip() + piece.strip() for piece in pieces if speaks(piece)]
+    pieces = _with_language(split(body, len if language == "zh" else length, max_units, min_units, merge))
+    return [head.lstrip() + piece for piece in pieces if speaks(piece)]
+
+
+def _with_language(pieces):
+    """Yield each piece without blanks around it and, if it does not say its language, with the last one that did."""
+    last = ""
+    for piece in pieces:
+        here = [tag for tag in TAG.finditer(piece) if tag[0] in LANGUAGE_TAGS]
+        begun = bool(here) and not piece[: here[0].start()].strip()
+        if here and not piece[here[-1].end() :].strip():
+            piece = piece[: here[-1].start()]  # a tag at the end is the next piece's
+        yield piece.strip() if begun else last + piece.strip()
+        last = here[-1][0] if here else last
 
 
 def pieces(parts, normalise=True, language=None, note=warnings.warn):
@@ -119,18 +136,18 @@ def _unicode(text):
         raise CosyH3Error(f"the text is not Unicode: U+{ord(bad[0]):04X} at character {bad.start()}; give UTF-8 text")
 
 
-def check(text, note=warnings.warn):
-    """Raises CosyH3Error for text that cannot be spoken; notes what would be spoken wrongly."""
+def check(text, note=warnings.warn, tags=TAGS):
+    """Raises CosyH3Error for text that cannot be spoken; notes what would be spoken wrongly. tags: see `segments`."""
     if not isinstance(text, str):
         raise CosyH3Error(f"text must be a string, not {type(text).__name__}")
     _unicode(text)
-    check_tags(text, note)
+    check_tags(text, note, tags)
     body = take_head(text)[1]
     if not body.strip():
         raise CosyH3Error("text is empty; give something to speak")
     if not speaks(body):
         raise CosyH3Error(f"text {body.strip()[:40]!r} holds nothing to speak: no letter, digit or sound tag")
-    if note and _KANA.search(body) and HAN.search(body):
+    if note and "<|ja|>" not in tags and _KANA.search(body) and HAN.search(body):
         note("the text holds Japanese with kanji, which CosyVoice 3 reads as Chinese; write it in katakana")
 
 
@@ -138,6 +155,15 @@ def take_head(text):
     """(head, body): all up to the last <|endofprompt|>, and what is to be spoken. head is "" without that token."""
     head, token, body = text.rpartition(END_OF_PROMPT)
     return head + token, body
+
+
+def _tagged_language(text):
+    """The language of the tag that `text` begins with, as normalisation knows it; None if that says nothing."""
+    tag = TAG.match(text.lstrip("\ufeff").lstrip())
+    if tag is None or tag[0] not in LANGUAGE_TAGS:
+        return None
+    name = tag[0].strip("<|>")
+    return "zh" if name in CHINESE else None if name in MIXED else name
 
 
 def language_of(text):

@@ -11,7 +11,7 @@ from pathlib import Path
 from tokenizers import AddedToken, Regex, normalizers, pre_tokenizers
 
 from mlx_cosyh3 import tokenizer as gpt2
-from mlx_cosyh3.cosyvoice.special_tokens import ADDED, END_OF_PROMPT, QWEN2, compose
+from mlx_cosyh3.cosyvoice.special_tokens import ADDED, END_OF_PROMPT, QWEN2, TAGS, compose
 from mlx_cosyh3.errors import CheckpointError, CosyH3Error
 
 # Where Qwen2 cuts text before merging: 's, a word with one leading mark or blank, single digits, marks, blanks.
@@ -24,6 +24,8 @@ FILES = ("tokenizer.json", "vocab.json", "merges.txt", "tokenizer_config.json", 
 
 class SpeechTextTokenizer(gpt2.Tokenizer):
     """`encode(text)` -> list of int; `special` is {added token: id}, `end_of_prompt_id` one of them."""
+
+    tags = TAGS  # what may stand in a text in brackets
 
     def __init__(self, bpe, source, version):
         super().__init__(bpe, bpe.token_to_id(QWEN2[0]), source)
@@ -42,7 +44,7 @@ class SpeechTextTokenizer(gpt2.Tokenizer):
             raise CosyH3Error(f"version {version!r} has no Qwen2 tokenizer; 2 and 3 have")
         folder = _folder(path)
         if (folder / "tokenizer.json").is_file():
-            source, bpe = folder / "tokenizer.json", gpt2._read_tokenizer_json(folder / "tokenizer.json")
+            source, bpe = folder / "tokenizer.json", gpt2.read_tokenizer_json(folder / "tokenizer.json")
         else:
             for name in ("vocab.json", "merges.txt"):
                 if not (folder / name).is_file():
@@ -92,7 +94,7 @@ def _folder(path):
 
 
 def _read_pair(folder):
-    bpe = gpt2._read_vocab_and_merges(folder / "vocab.json", folder / "merges.txt")
+    bpe = gpt2.read_vocab_and_merges(folder / "vocab.json", folder / "merges.txt")
     bpe.normalizer = normalizers.NFC()
     bpe.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -108,7 +110,7 @@ def _added_tokens(folder):
     found = {}
     path = folder / "tokenizer_config.json"
     if path.is_file():
-        added = gpt2._parse_json(path, gpt2._read_text(path), dict).get("added_tokens_decoder", {})
+        added = gpt2.parse_json(path, gpt2.read_text(path), dict).get("added_tokens_decoder", {})
         if not isinstance(added, dict):
             raise CheckpointError(f"{path}: added_tokens_decoder is not a table of tokens; copy the file again")
         for id, token in added.items():
@@ -118,7 +120,7 @@ def _added_tokens(folder):
             found[int(id)] = content
     path = folder / "added_tokens.json"
     if path.is_file() and not found:
-        for token, id in gpt2._parse_json(path, gpt2._read_text(path), dict).items():
+        for token, id in gpt2.parse_json(path, gpt2.read_text(path), dict).items():
             if type(id) is not int or id < 0 or not token:
                 raise CheckpointError(f"{path}: added token {token!r} has the id {id!r}; ids are whole numbers")
             found[id] = token

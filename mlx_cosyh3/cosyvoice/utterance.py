@@ -1,7 +1,8 @@
 """One utterance: from a text (or the speech tokens of a recording) to audio, segment by segment.
 
-Offline, each stage runs once on a segment. Streamed, the flow and the vocoder run on every group of tokens as soon as
-it is there, each carrying its state, so that a chunk costs the same however much was said before it.
+Offline, each stage runs once on a segment, and a segment becomes audio while the language model goes on to the next.
+Streamed, the flow and the vocoder run on every group of tokens as soon as it is there, each carrying its state, so that
+a chunk costs the same however much was said before it. What the stages are is the model's: see `model.py`.
 """
 
 import contextlib
@@ -9,30 +10,41 @@ import math
 import queue
 import threading
 import time
-from dataclasses import replace
+from dataclasses import dataclass
 
 import mlx.core as mx
 import numpy as np
 
 from mlx_cosyh3 import sampling
-from mlx_cosyh3.cosyvoice import audio, prompts, text as texts
+from mlx_cosyh3.cosyvoice import audio, modes, prompts, text as texts
 from mlx_cosyh3.cosyvoice.llm import LMOptions
 from mlx_cosyh3.cosyvoice.speed import change_speed, speed_stream
-from mlx_cosyh3.cosyvoice.voice import Voice
 from mlx_cosyh3.errors import CosyH3Error
 from mlx_cosyh3.results import SpeechResult
-from mlx_cosyh3.stream import Stream
+from mlx_cosyh3.stream import Beside, Stream
 
 FADE = 0.005  # s, at the seams of segments, so that a step in the wave is no click
 LONGEST = 30.0  # s of a recording that are converted in one piece
-_NOTHING = {"prompt_tokens": np.zeros(0, np.int32), "prompt_mel": np.zeros((0, 80), np.float32)}
 
 
+@dataclass
 class Segment:
     """One piece of the text: what the language model is to read for it."""
 
-    def __init__(self, text, text_ids, prompt_ids, prompt_speech):
-        self.text, self.text_ids, self.prompt_ids, self.prompt_speech = text, text_ids, prompt_ids, prompt_speech
+    text: str
+    text_ids: list
+    prompt_ids: list
+    prompt_speech: list
+
+
+@dataclass
+class Run:
+    """The speech tokens of one segment, as they are made, and what is needed to make audio of them."""
+
+    tokens: object  # an iterator
+    key: mx.array  # of the noise in flow and vocoder
+    several: bool  # whether it is one of several segments
+    more: bool  # whether another will follow, whose tokens take time
 
 
 class Stopped(BaseException):
@@ -59,83 +71,48 @@ class Utterance:
     source   voice conversion: (samples, rate) of the recording that says what is to be said, instead of a text"""
 
     def __init__(self, model, text, options, streamed, note, progress, source=None):
-        self.model, self.options, self.streamed = model, options, streamed
+        self.model, self.options, self.streamed = model, options.settle(model), streamed
         self.note, self._progress = note or audio.warn, progress
-        self.stopped = threading.Event()
+        self.stopped, self._told = threading.Event(), queue.SimpleQueue()
         self.source, self.text, self.segments = source, text, None
-        self.voice, self.mode = self._voice_and_mode()
+        self.voice, self.mode = modes.choose(model, options, source is not None)
         if source is None and isinstance(text, str):
             self.segments = self._segments(text)  # here, so that bad text is an error before any work
-        elif source is None and not (streamed and hasattr(text, "__iter__")):
-            raise CosyH3Error(
-                f"text must be a string, not {type(text).__name__}; stream_generate also takes an iterator of strings"
-            )
-        elif source is None and self.mode in ("cross_lingual", "sft") and model.version < 3:
-            raise CosyH3Error("text that arrives in pieces needs a voice with a transcript")
+        elif source is None:
+            self._check_pieces(text)
         self.audio, self.tokens = [], []
         self.finish_reason = self.first_audio = None
+        self.cut = False  # whether a limit ended a segment
         self.seconds = {"llm" if source is None else "speech_tokenizer": 0.0, "flow": 0.0, "vocoder": 0.0}
+        self.pause = options.pause if source is None else 0.0
         self.paused = 0.0  # s of silence between segments
         self.begin, self.total = None, 0.0
 
     # What is asked for
 
-    def _voice_and_mode(self):
-        o, model = self.options, self.model
-        voice, named = o.voice, isinstance(o.voice, str) or o.voice is None
-        if voice is None:
-            if not model.voices:
-                raise CosyH3Error(
-                    "no voice: this model holds none, make one with Voice.from_audio(model, recording, text=...)"
-                )
-            voice = next(iter(model.voices.values()))
-        elif isinstance(voice, str):
-            voice = model.find_voice(voice)
-        elif not isinstance(voice, Voice):
-            raise CosyH3Error(f"voice must be a Voice or the name of one, not {type(voice).__name__}")
-        if voice.codebook not in (0, model.codebook):
+    def _check_pieces(self, text):
+        """Raise CosyH3Error unless `text`, which is no string, can be spoken while it arrives."""
+        model = self.model
+        if not (self.streamed and hasattr(text, "__iter__")):
+            also = "; stream_generate also takes an iterator of strings" if model.text_in_pieces else ""
+            raise CosyH3Error(f"text must be a string, not {type(text).__name__}{also}")
+        if not model.text_in_pieces:
             raise CosyH3Error(
-                f"the voice {voice.name!r} was made for a model with {voice.codebook} speech tokens, this one has "
-                f"{model.codebook}: make it again with this model"
+                f"CosyVoice {model.version} reads a whole text before it speaks: join the pieces to one string; "
+                f"it can do {model.abilities}"
             )
-        if self.source is not None:
-            return voice, "convert"
-        known = voice.transcript is not None or voice.transcript_ids is not None
-        mode = o.mode
-        if mode is None:
-            mode = (
-                "instruct"
-                if o.instruct
-                else "sft"
-                if named or not voice.has_prompt
-                else "zero_shot"
-                if known
-                else "cross_lingual"
-            )
-        if (mode == "instruct") != bool(o.instruct):
-            raise CosyH3Error(
-                f"mode {mode!r} and instruct={o.instruct!r} do not go together: it goes with mode 'instruct' alone"
-            )
-        if mode in ("zero_shot", "cross_lingual") and not voice.has_prompt:
-            raise CosyH3Error(
-                f"mode {mode!r} needs a voice made from a recording; {voice.name!r} is a speaker embedding alone"
-            )
-        if mode == "zero_shot" and not known:
-            raise CosyH3Error(
-                f"mode 'zero_shot' needs the transcript of the voice {voice.name!r}: make it again with its text"
-            )
-        return voice, mode
 
     def _segments(self, text):
         """The pieces of `text`, each with the ids that go to the language model."""
         o = self.options
-        made = texts.segments(text, self.model.tokenizer.count, o.language, o.normalize, note=self.note)
+        model = self.model
+        made = texts.segments(text, model.tokenizer.count, o.language, o.normalize, note=self.note, tags=model.tags)
         return [self._segment(piece) for piece in made]
 
     def _segment(self, piece):
         model, voice = self.model, self.voice
         prompt, said = prompts.layout(
-            self.mode, model.version, piece, transcript=voice.transcript, instruct=self.options.instruct, note=self.note
+            self.mode, model.version, piece, voice.transcript, self.options.instruct, note=self.note, tags=model.tags
         )
         if self.mode == "zero_shot" and voice.transcript is None:
             prompt_ids = voice.transcript_ids.tolist()
@@ -149,11 +126,10 @@ class Utterance:
     def pieces(self):
         """Yield audio, float32 numpy; what a Stream runs."""
         self.begin = time.perf_counter()
-        prompt = replace(self.voice, **_NOTHING) if self.mode == "sft" else self.voice
-        self.prompt = prompt.arrays()
+        self.prompt = self.model.prompt(self.voice, self.mode)
         try:
-            for audio_of_one in self._each_segment():
-                for piece in audio_of_one:
+            for pieces, several in self._live() if self.streamed else self._pipelined():
+                for piece in self._seams(pieces) if several else pieces:
                     if len(piece) and self.first_audio is None:
                         self.first_audio = time.perf_counter() - self.begin
                     self.audio.append(piece)
@@ -161,33 +137,77 @@ class Utterance:
                 mx.clear_cache()
             if not any(len(a) for a in self.audio):
                 raise CosyH3Error("the model made no speech for this text: try another seed or voice")
-            self.finish_reason = self.finish_reason or "stop"
+            self.finish_reason = "length" if self.cut else "stop"
         except Stopped:
             return
         finally:
             self.total = time.perf_counter() - self.begin
             mx.clear_cache()
 
-    def _each_segment(self):
-        """For each segment an iterator of its audio."""
-        work = self._streamed if self.streamed else self._offline
+    def _live(self):
+        """Streamed: for each segment (an iterator of its audio, whether it is one of several)."""
+        for run in self._runs():
+            yield self._streamed(run.tokens, run.key), run.several
+
+    def _pipelined(self):
+        """Offline: the same; a segment becomes audio in a thread of its own while the next one's tokens are made."""
+        ahead, failed = [], None  # ahead: at most one, the segment before
+        try:
+            try:
+                for run in self._runs():
+                    tokens = []
+                    for token in run.tokens:
+                        tokens.append(token)
+                        if ahead and ahead[0].done:
+                            yield self._due(ahead[0]), True
+                            ahead.clear()
+                    if ahead:
+                        yield self._due(ahead[0]), True
+                        ahead.clear()
+                    if tokens and run.more:
+                        ahead.append(Beside(self._sound, tokens, run.key, self._tell_later))
+                    elif tokens:
+                        yield [self._sound(tokens, run.key, self._tell)], run.several
+            except Exception as e:
+                failed = e  # what was said before it comes first
+            if ahead:
+                yield self._due(ahead[0]), True
+            if failed is not None:
+                raise failed
+        finally:
+            if ahead and not ahead[0].done:  # nobody waits for it
+                self.stopped.set()
+                ahead[0].wait()
+
+    def _due(self, sound):
+        """[samples]: what `sound` works on, once it is done."""
+        while not sound.wait(0.05):
+            self._tell_now()
+        self._tell_now()
+        return [sound.result()]
+
+    def _runs(self):
+        """A Run for each segment; its tokens are to be taken before the next is asked for."""
+        o, model = self.options, self.model
+        key = sampling.row_keys(o.seed, 1)[0]
+        noise = mx.random.split(key, 3)[2]  # neither of those that the language model goes on with
         if self.source is not None:
             parts = self._converted()
             for part in parts:
-                yield self._seams(work(self._counted(part)), len(parts) > 1, 0.0)
+                noise, now = _next(noise)
+                yield Run(self._counted(part), now, len(parts) > 1, False)
             return
-        o = self.options
-        key = sampling.row_keys(o.seed, 1)[0]
         lm = LMOptions(temperature=o.temperature, top_p=o.top_p, top_k=o.top_k, win_size=o.win_size, tau_r=o.tau_r)
         if self.segments is None:
             with contextlib.closing(self._bistream(lm, key)) as run:  # closed, it lets its cache go at once
-                yield work(self._counted(run))
+                yield Run(self._counted(run), noise, False, False)
                 self._ended(run, "the text")
             return
-        for s in self.segments:
-            key, now = mx.random.split(key)
-            with contextlib.closing(self.model.llm.generate(s.text_ids, s.prompt_ids, s.prompt_speech, lm, now)) as run:
-                yield self._seams(work(self._counted(run)), len(self.segments) > 1, o.pause)
+        several = len(self.segments) > 1
+        for i, s in enumerate(self.segments):
+            (key, now), (noise, now_noise) = _next(key), _next(noise)
+            with contextlib.closing(model.speak(s, self.mode, self.voice, lm, now)) as run:
+                yield Run(self._counted(run), now_noise, several, i < len(self.segments) - 1)
                 self._ended(run, repr(s.text if len(s.text) < 50 else s.text[:47] + "..."))
             if self._full():
                 return
@@ -215,18 +235,18 @@ class Utterance:
     def _ended(self, run, what):
         """Say so if a limit ended the speech tokens."""
         if self._full():
-            self.finish_reason = "length"
+            self.cut = True
             self.note(f"the speech was cut off by max_seconds={self.options.max_seconds:g}")
         elif run.finish_reason == "length":
-            self.finish_reason = "length"
+            self.cut = True
             self.note(
-                f"the speech of {what} was cut off: it did not end by itself within what a text of its length can need; "
-                "another seed may"
+                f"the speech of {what} was cut off: it did not end by itself within what a text of its length can "
+                "need; another seed may"
             )
 
     def _counted(self, run):
         """The speech tokens of `run` without long silences, up to max_seconds; the language model's time is taken."""
-        iterator = iter(run)
+        iterator, before = iter(run), len(self.tokens)
 
         def timed():
             while True:
@@ -240,6 +260,8 @@ class Utterance:
                 yield token
 
         for token in timed() if self.source is not None else self.model.trim_silence(timed()):
+            if 0 < before == len(self.tokens):
+                self.paused += self.pause
             self.tokens.append(token)
             yield token
             if self._full():
@@ -251,57 +273,42 @@ class Utterance:
             return False
         return len(self.tokens) >= (o.max_seconds - self.paused) * self.model.token_rate * o.speed
 
-    def _offline(self, tokens):
-        """All tokens, then the flow once, then the vocoder once."""
-        tokens = list(tokens)
-        if not tokens:
-            return
+    def _sound(self, tokens, key, tell):
+        """All tokens of a segment through the flow once, then the vocoder once -> audio float32 [N] numpy."""
         o, model = self.options, self.model
+        flow_key, vocoder_key = _next(key)
         begin = time.perf_counter()
-        on_step = lambda done: self._tell("flow", done, o.steps)  # noqa: E731
-        mel = model.flow(mx.array([tokens]), *self.prompt, streaming=o.causal, steps=o.steps, on_step=on_step)
+        mel = model.mel(tokens, self.prompt, o, flow_key, lambda done: tell("flow", done, o.steps))
         mx.eval(mel)
         begin = self._spent("flow", begin)
-        self._tell("vocoder", 0, 1)
-        wav = model.hift(mel if o.speed == 1 else change_speed(mel, o.speed))
+        tell("vocoder", 0, 1)
+        wav = model.wave(mel if o.speed == 1 else change_speed(mel, o.speed), vocoder_key)
         mx.eval(wav)
         self._spent("vocoder", begin)
-        self._tell("vocoder", 1, 1)
-        yield np.array(wav[0])
+        tell("vocoder", 1, 1)
+        return np.array(wav[0])
 
-    def _streamed(self, tokens):
+    def _streamed(self, tokens, key):
         """Groups of tokens through the flow and the vocoder as soon as they are there."""
         o, model = self.options, self.model
-        flow, vocoder = model.flow.stream(*self.prompt, steps=o.steps), model.hift.stream()
+        flow_key, vocoder_key = _next(key)
+        flow, vocoder = model.mel_stream(self.prompt, o, flow_key), model.wave_stream(o, vocoder_key)
         resampler = None if o.speed == 1 else speed_stream(o.speed)
-        held, said, chunk = [], [], o.chunk_tokens
-        # Chunks end where those of the attention mask do, so that none is computed twice. Frames look some tokens ahead.
-        size = model.config["chunk_size"]
-        wanted = model.flow.look_ahead + chunk + (-(self.prompt[0].shape[1] + chunk)) % size
+        hops, held, said = model.hops(self.prompt, o), [], 0
+        wanted = next(hops)
         for token in tokens:
             held.append(token)
-            said.append(token)
+            said += 1
             if len(held) == wanted:
-                yield from self._chunk(flow.add, held, vocoder, resampler, False)
-                held, chunk = [], min(2 * chunk, o.max_chunk_tokens)
-                wanted = -(-chunk // size) * size
-        if not said:
-            return
-        if not o.compat:
-            yield from self._chunk(flow.add, held, vocoder, resampler, True)
-            return
-        done = flow.frames
-
-        def whole(_, last):
-            mel = model.flow(mx.array([said]), *self.prompt, streaming=False, steps=o.steps)
-            return mel[:, done:]
-
-        yield from self._chunk(whole, held, vocoder, resampler, True)
+                yield from self._chunk(flow, held, vocoder, resampler, False)
+                held, wanted = [], next(hops)
+        if said:
+            yield from self._chunk(flow, held, vocoder, resampler, True)
 
     def _chunk(self, flow, tokens, vocoder, resampler, last):
         self._tell("flow", len(self.tokens), None)
         begin = time.perf_counter()
-        mel = flow(tokens, last)
+        mel = flow.add(tokens, last)
         mx.eval(mel)
         begin = self._spent("flow", begin)
         self._tell("vocoder", len(self.tokens), None)
@@ -313,30 +320,38 @@ class Utterance:
         if wav.shape[1]:
             yield np.array(wav[0])
 
-    def _seams(self, pieces, several, pause):
-        """The audio of one of `several` segments: a pause before it, and its ends faded."""
-        if not several:
-            yield from pieces
-            return
+    def _seams(self, pieces):
+        """The audio of one of several segments: a pause before it, and its ends faded."""
         rate = self.model.sample_rate
         n, tail, begun = int(FADE * rate), np.zeros(0, np.float32), False
         ramp = np.linspace(0, 1, n, dtype=np.float32)
         for piece in pieces:
             if not begun and any(len(a) for a in self.audio):
-                self.paused += pause
                 piece[: len(ramp)] *= ramp[: len(piece)]
-                piece = np.concatenate([np.zeros(int(pause * rate), np.float32), piece])
+                piece = np.concatenate([np.zeros(int(self.pause * rate), np.float32), piece])
             begun = True
             piece = np.concatenate([tail, piece])
             tail = piece[max(0, len(piece) - n) :]  # held back: it may be the end
             yield piece[: len(piece) - len(tail)]
         yield tail * ramp[::-1][n - len(tail) :]
 
+    # What is told about it
+
     def _tell(self, stage, done, all):
         if self.stopped.is_set():
             raise Stopped
         if self._progress is not None:
             self._progress(stage, done, all)
+
+    def _tell_later(self, *progress):
+        """`_tell` in a thread beside: `progress` is told where everything else is."""
+        if self.stopped.is_set():
+            raise Stopped
+        self._told.put(progress)
+
+    def _tell_now(self):
+        while not self._told.empty():
+            self._tell(*self._told.get())
 
     def _spent(self, stage, begin):
         now = time.perf_counter()
@@ -345,7 +360,7 @@ class Utterance:
 
     def result(self):
         samples = np.concatenate(self.audio) if self.audio else np.zeros(0, np.float32)
-        duration = len(samples) / self.model.sample_rate
+        duration, work = len(samples) / self.model.sample_rate, sum(self.seconds.values())
         first = {} if self.first_audio is None else {"first_audio": self.first_audio}
         return SpeechResult(
             finish_reason=self.finish_reason or "cancelled",
@@ -353,9 +368,16 @@ class Utterance:
             audio=samples,
             sample_rate=self.model.sample_rate,
             duration=duration,
-            rtf=sum(self.seconds.values()) / duration if duration else math.inf,
+            rtf=min(work, self.total or work) / duration if duration else math.inf,  # stages may have run side by side
             mode=self.mode,
             tokens=list(self.tokens),
             segments=[s.text for s in self.segments] if self.segments else [],
             total=self.total,
         )
+
+
+def _next(key):
+    """An MLX random key -> (the one to go on with, one to use), computed, so that any thread may use them."""
+    following, now = mx.random.split(key)
+    mx.eval(following, now)
+    return following, now

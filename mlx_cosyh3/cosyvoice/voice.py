@@ -15,7 +15,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save as to_bytes
 
-from mlx_cosyh3.cosyvoice import audio, features
+from mlx_cosyh3.cosyvoice import audio
 from mlx_cosyh3.errors import CheckpointError, CosyH3Error
 
 FORMAT = "1"
@@ -41,18 +41,19 @@ class Voice:
     sample_rate: int = 24000
 
     @classmethod
-    def from_audio(cls, model, recording, text=None, *, name="", note=None):
+    def from_audio(cls, model, recording, text=None, *, name="", note=None, compat=False):
         """The voice of `recording` (a path, an open file, or (samples, rate)) for `model`.
 
-        text   the transcript of the recording, word for word; without it `generate` has less to imitate
-        note   called with each warning (a string); None: warnings.warn
+        text     the transcript of the recording, word for word; without it `generate` has less to imitate
+        note     called with each warning (a string); None: warnings.warn
+        compat   CosyVoice 1: the mel as upstream makes it, of 24 kHz samples taken for 22.05 kHz ones
         Raises CosyH3Error for a recording that is too short, silent or of too low a rate, or a model without the
         two parts that this needs."""
         note = note or audio.warn
         model.need("campplus", "speech_tokenizer")
         samples, rate = audio.read_audio(recording)
         audio.check_clip(samples, rate, note)
-        tokens, mel = model.speech_features(samples, rate)
+        tokens, mel = model.speech_features(samples, rate, compat)
         if not len(tokens):
             raise CosyH3Error(f"the recording ({len(samples) / rate:.2f} s) is too short to be a voice: give 3 to 30 s")
         embedding = model.speaker(samples, rate)
@@ -66,12 +67,19 @@ class Voice:
 
     @property
     def seconds(self):
-        """Length of the recording that is kept, s (speech tokens come at 25 a second in all 24 kHz models)."""
+        """Length of the recording that is kept, s, by its mel frames (so 9 % too much of version 1's with compat)."""
         return (
             self.prompt_mel.shape[0] * 480 / 24000
             if self.sample_rate == 24000
             else self.prompt_mel.shape[0] * 256 / 22050
         )
+
+    @property
+    def token_rate(self):
+        """Speech tokens a second, 25 or 50, by the length; None without a recording. Version 1 has models of both."""
+        if not self.has_prompt:
+            return None
+        return 50 if len(self.prompt_tokens) > 37.5 * self.seconds else 25
 
     def save(self, path):
         """Write one safetensors file; it appears whole or not at all. Raises CosyH3Error."""
@@ -155,13 +163,3 @@ class Voice:
         out = (mx.array(self.prompt_tokens)[None], mx.array(self.prompt_mel)[None], mx.array(self.embedding)[None])
         mx.eval(out)
         return out
-
-
-def speech_features(samples, rate, tokenizer, mel, sample_rate, ratio):
-    """(speech tokens int32 [P], mel float32 [ratio * P, 80]) of a recording: both cut to the same length.
-
-    tokenizer   S3Tokenizer; `mel` the settings of `features.mel_spectrogram`; `ratio` mel frames a token"""
-    tokens = tokenizer.tokenize(audio.resample(samples, rate, 16000))
-    frames = features.mel_spectrogram(audio.resample(samples, rate, sample_rate), **mel)
-    n = min(len(frames) // ratio, len(tokens))
-    return np.asarray(tokens[:n], np.int32), frames[: ratio * n]
