@@ -1,63 +1,61 @@
-"""CosyVoice 3 at full size with random weights: time per stage, real-time factor, first audio, cost of the n-th chunk.
+"""CosyVoice at full size with random weights: time per stage, real-time factor, first audio, cost of the n-th chunk.
 
-    python benchmarks/cosyvoice.py [--seconds 10] [--long 60] [--dtypes float32,bfloat16,int8] [--size full|tiny]
+    python benchmarks/cosyvoice.py [--versions 1,2,3] [--dtypes float32,bfloat16,int8] [--seconds 10] [--long 60]
 
 Random weights speak noise, but they cost what trained ones cost. The speech head's rows for special ids are zero, so
-that none is drawn and exactly the wanted number of speech tokens (25 a second) is made. bfloat16 and int8: the language
-model and the flow; the vocoder is float32 always.
+that none is drawn and exactly the wanted number of speech tokens is made. bfloat16 and int8: the language model and the
+flow; the vocoder is float32 always.
 """
 
 import argparse
+import importlib
+import sys
+import tempfile
 import time
+from pathlib import Path
 
-import mlx.core as mx
-import numpy as np
-from mlx.utils import tree_flatten, tree_map_with_path
+sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from mlx_cosyh3.cosyvoice import cosyvoice3
-from mlx_cosyh3.cosyvoice.llm import LMOptions
-from mlx_cosyh3.cosyvoice.model import size
-from mlx_cosyh3.cosyvoice.voice import Voice
-from mlx_cosyh3.int8 import quantize_int8
-from mlx_cosyh3.kernels import use_kernels
+import mlx.core as mx  # noqa: E402
+import numpy as np  # noqa: E402
+from mlx.utils import tree_flatten, tree_map_with_path  # noqa: E402
 
-HIFT = {"in_channels": 80, "base_channels": 512, "nb_harmonics": 8, "sampling_rate": 24000, "nsf_alpha": 0.1, "nsf_sigma": 0.003,
-        "nsf_voiced_threshold": 10, "upsample_rates": [8, 5, 3], "upsample_kernel_sizes": [16, 11, 7],
-        "istft_params": {"n_fft": 16, "hop_len": 4}, "resblock_kernel_sizes": [3, 7, 11],
-        "resblock_dilation_sizes": [[1, 3, 5]] * 3, "source_resblock_kernel_sizes": [7, 7, 11],
-        "source_resblock_dilation_sizes": [[1, 3, 5]] * 3, "lrelu_slope": 0.1, "audio_limit": 0.99, "conv_pre_look_right": 4,
-        "f0_predictor": {"cond_channels": 512}}  # fmt: skip
-SIZES = {
-    "full": {"qwen2": (896, 24, 4864, 14, 2, 151936), "dit": (1024, 22, 16), "hift": (512, 512)},
-    "tiny": {"qwen2": (128, 2, 256, 2, 1, 300), "dit": (128, 2, 2), "hift": (32, 32)},
-}
+from mlx_cosyh3.convert.common import TextTokenizer  # noqa: E402
+from mlx_cosyh3.convert.cosyvoice_folder import config_of, version_module  # noqa: E402
+from mlx_cosyh3.convert.hyperyaml import read_hyperyaml  # noqa: E402
+from mlx_cosyh3.cosyvoice.llm import LMOptions  # noqa: E402
+from mlx_cosyh3.cosyvoice.model import cast, size  # noqa: E402
+from mlx_cosyh3.cosyvoice.voice import Voice  # noqa: E402
+from mlx_cosyh3.int8 import quantize_int8  # noqa: E402
+from mlx_cosyh3.kernels import use_kernels  # noqa: E402
+from tests.cosyvoice_layouts import SIZES, YAML, version_1  # noqa: E402
+from tests.make_cosyvoice_folder import qwen2_config  # noqa: E402
 
 
-def config(size, dtype):
-    hidden, layers, inner, heads, kv, vocab = SIZES[size]["qwen2"]
-    dim, depth, dit_heads = SIZES[size]["dit"]
-    base, f0 = SIZES[size]["hift"]
-    qwen2 = {"hidden_size": hidden, "num_hidden_layers": layers, "intermediate_size": inner, "num_attention_heads": heads,
-             "num_key_value_heads": kv, "vocab_size": vocab, "rms_norm_eps": 1e-6, "rope_theta": 1e6}  # fmt: skip
+def config(version, size, dtype):
+    """config.json of the released model, as its yaml says it."""
+    s = version_1(size) if version == 1 else SIZES[version][size]
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "cosyvoice.yaml"
+        path.write_text(YAML[version].format(**s))
+        yaml = read_hyperyaml(path)
+    words = Words(s.get("base_vocab", 200))
+    text = TextTokenizer(words, {}, config={"kind": "whisper"}, qwen2=qwen2_config(s) if version > 1 else None)
     compute = "bfloat16" if dtype == "bfloat16" else "float32"
     int8 = {"llm": {"mode": "int8"}, "flow": {"mode": "int8"}}
-    return {
-        "model_type": "cosyvoice3", "sample_rate": 24000, "token_frame_rate": 25, "token_mel_ratio": 2, "chunk_size": 25,
-        "llm": {"qwen2": qwen2, "speech_token_size": 6561, "speech_vocab_size": 6761, "own_specials": False, "head_bias": False,
-                "end_of_prompt_id": vocab - 290, "mix_ratio": [5, 15]},
-        "flow": {"vocab_size": 6561, "dit": {"dim": dim, "depth": depth, "heads": dit_heads},
-                 "pre_lookahead_layer": {"channels": dim}},
-        "hift": HIFT | {"base_channels": base, "f0_predictor": {"cond_channels": f0}},
-        "dtype": {"llm": compute, "flow": compute, "hift": "float32"},
-        **({"quantization": int8} if dtype == "int8" else {}),
-    }  # fmt: skip
+    made = config_of(version_module(version), yaml, text)
+    made |= {"dtype": {"llm": compute, "flow": compute, "hift": "float32"}, **({"quantization": int8} if dtype == "int8" else {})}
+    return made, words
 
 
 class Words:
     """In place of a tokenizer: one id a character."""
 
+    tags = frozenset()
+
     def __init__(self, end_of_prompt):
-        self.end_of_prompt = end_of_prompt
+        self.end_of_prompt = self.end_of_prompt_id = end_of_prompt
+        self.special = {"<|endofprompt|>": end_of_prompt}
 
     def encode(self, text):
         return [self.end_of_prompt] * text.count("<|endofprompt|>") + [ord(c) % 200 for c in text.replace("<|endofprompt|>", "")]
@@ -66,42 +64,47 @@ class Words:
         return len(self.encode(text))
 
 
-def random_model(size, dtype, seed=0):
+def random_model(size, dtype, version=3, seed=0):
     """The model, evaluated; weights as their layers would be initialised, from one key."""
-    cfg = config(size, dtype)
-    plain = cosyvoice3.build({k: v for k, v in cfg.items() if k != "quantization"})
+    cfg, words = config(version, size, dtype)
+    module = importlib.import_module(f"mlx_cosyh3.cosyvoice.cosyvoice{version}")
+    plain = module.build({k: v for k, v in cfg.items() if k != "quantization"})
+    codes = cfg["llm"]["speech_token_size"]
     names = [n for n, _ in tree_flatten(plain.parameters())]
     keys = dict(zip(names, mx.random.split(mx.random.key(seed), len(names))))
 
     def draw(name, a):
         if name.endswith("llm_decoder.weight"):
             w = mx.random.normal(a.shape, key=keys[name]) * a.shape[1] ** -0.5
-            return mx.where((mx.arange(a.shape[0]) < 6561)[:, None], w, 0.0)
+            return mx.where((mx.arange(a.shape[0]) < codes)[:, None], w, 0.0)
         if "norm" in name or name.endswith("alpha"):
             return mx.ones(a.shape)
         scale = 1.0 if "embedding" in name or "embed_tokens" in name else (a.size / a.shape[0]) ** -0.5
         return mx.random.normal(a.shape, key=keys[name]) * (scale if a.ndim > 1 else 0.01)
 
     weights = dict(tree_flatten(tree_map_with_path(draw, plain.parameters())))
-    model = cosyvoice3.build(cfg)
+    model = module.build(cfg)
     if dtype == "int8":
         for name in [n for n, _ in tree_flatten(model.parameters()) if n.endswith(".scale")]:
             path = name.removesuffix("scale") + "weight"
             q, scale = quantize_int8(np.array(weights[path]))
             weights[path], weights[name] = mx.array(q), mx.array(scale)
-    weights = cosyvoice3.cast(weights, cfg)
+    weights = cast(weights, cfg)
     model.load_weights(list(weights.items()))
-    model.llm.qwen2.join()
-    model._tokenizer = Words(cfg["llm"]["end_of_prompt_id"])
+    if hasattr(model.llm, "join"):
+        model.llm.join()
+    model._tokenizer = words
     mx.eval(model.parameters())
     return model
 
 
-def random_voice(seconds=3.0):
+def random_voice(model, seconds=3.0):
     rng = np.random.default_rng(0)
-    n = int(25 * seconds)
-    return Voice(rng.standard_normal(192).astype(np.float32), rng.integers(0, 6561, n).astype(np.int32),
-                 rng.standard_normal((2 * n, 80)).astype(np.float32), "a transcript of some length", name="random")  # fmt: skip
+    n, mel = int(model.token_rate * seconds), model.config["mel"]
+    frames = int(seconds * model.sample_rate / mel["hop_size"])
+    return Voice(rng.standard_normal(192).astype(np.float32), rng.integers(0, model.codebook, n).astype(np.int32),
+                 rng.standard_normal((frames, 80)).astype(np.float32), "a transcript of some length", name="random",
+                 sample_rate=model.sample_rate)  # fmt: skip
 
 
 def line(*cells):
@@ -129,12 +132,12 @@ def streamed(model, voice, seconds):
 
 def token_rate(model, n=100):
     """Speech tokens a second, steady: behind the least length, up to which other kernels run (a mask)."""
-    run = model.llm.generate([1] * 40, [model.tokenizer.end_of_prompt], [], LMOptions(), mx.random.key(0))
+    run = model.llm.generate([1] * 80, [model.tokenizer.end_of_prompt], [], LMOptions(min_ratio=1), mx.random.key(0))
     for _ in range(100):
-        next(run)
+        next(run, None)  # of a small model it may end
     begin = time.perf_counter()
     for _ in range(n):
-        next(run)
+        next(run, None)
     rate = n / (time.perf_counter() - begin)
     run.close()
     return rate
@@ -142,33 +145,38 @@ def token_rate(model, n=100):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--versions", default="3")
     parser.add_argument("--seconds", type=float, default=10)
     parser.add_argument("--long", type=float, default=60, help="seconds of the long streamed utterance; 0: none")
     parser.add_argument("--dtypes", default="float32,bfloat16,int8")
-    parser.add_argument("--size", default="full", choices=SIZES)
+    parser.add_argument("--kernels", default="1,0", help="1: kernels on, 0: off")
+    parser.add_argument("--size", default="full", choices=SIZES[3])
     args = parser.parse_args()
     print(f"mlx {mx.__version__}, {mx.device_info().get('device_name', 'CPU')}; {args.size} size, {args.seconds:g} s of audio, a voice of 3 s")
-    line("weights", "kernels", "GB", "LM, s", "tokens/s", "flow, s", "vocoder, s", "RTF", "first audio, s", "peak GB")
-    print("| --- | --- " + "| ---: " * 8 + "|")
-    voice = random_voice()
-    for dtype in args.dtypes.split(","):
-        model = random_model(args.size, dtype)
-        gb = sum(size(model).values()) / 1e9
-        for kernels in ("1", "0"):
-            mx.reset_peak_memory()
-            with use_kernels(kernels):
-                result = stages(model, voice, args.seconds)
-                rate = token_rate(model)
-                first, _ = streamed(model, voice, 3)
-            s = result.seconds
-            line(dtype, "on" if kernels == "1" else "off", f"{gb:.2f}", f"{s['llm']:.3f}", f"{rate:.0f}", f"{s['flow']:.3f}",
-                 f"{s['vocoder']:.3f}", f"{result.rtf:.4f}", f"{first:.3f}", f"{mx.get_peak_memory() / 1e9:.2f}")  # fmt: skip
-        if args.long:
-            _, chunks = streamed(model, voice, args.long)
-            each = " ".join(f"{took:.3f}" for _, took in chunks)
-            print(f"{dtype}: {args.long:g} s streamed, seconds a chunk ({chunks[1][0]:.2f} s of audio, later {chunks[-2][0]:.2f} s): {each}", flush=True)
-        del model
-        mx.clear_cache()
+    line("version", "weights", "kernels", "GB", "LM, s", "tokens/s", "flow, s", "vocoder, s", "RTF", "first audio, s", "peak GB")
+    print("| --- | --- | --- " + "| ---: " * 8 + "|")
+    for version in map(int, args.versions.split(",")):
+        for dtype in args.dtypes.split(","):
+            bench(version, dtype, args)
+            mx.clear_cache()
+
+
+def bench(version, dtype, args):
+    model = random_model(args.size, dtype, version)
+    gb, voice = sum(size(model).values()) / 1e9, random_voice(model)
+    for kernels in args.kernels.split(","):
+        mx.reset_peak_memory()
+        with use_kernels(kernels):
+            result = stages(model, voice, args.seconds)
+            rate = token_rate(model)
+            first, _ = streamed(model, voice, 3)
+        s = result.seconds
+        line(version, dtype, "on" if kernels == "1" else "off", f"{gb:.2f}", f"{s['llm']:.3f}", f"{rate:.0f}", f"{s['flow']:.3f}",
+             f"{s['vocoder']:.3f}", f"{result.rtf:.4f}", f"{first:.3f}", f"{mx.get_peak_memory() / 1e9:.2f}")  # fmt: skip
+    if args.long:
+        _, chunks = streamed(model, voice, args.long)
+        each = " ".join(f"{took:.3f}" for _, took in chunks)
+        print(f"{version}, {dtype}: {args.long:g} s streamed, seconds a chunk ({chunks[1][0]:.2f} s of audio, later {chunks[-2][0]:.2f} s): {each}", flush=True)
 
 
 if __name__ == "__main__":

@@ -144,11 +144,12 @@ def held():
     )
 
 
-def check_flat(model, count, settled):
-    """`count` utterances, of which some are streams that are closed or given up; all is flat from `settled` on."""
+def check_flat(model, count, settled, different=None):
+    """`count` utterances (`different` ones, again and again), of which some are streams that are closed or given up; all
+    is flat from `settled` on."""
     memory = []
     for n in range(count):
-        request(model, n)
+        request(model, n % (different or count))
         if n % 5 == 0:
             stream = stream_generate(model, "The cat sat on the mat.", seed=4, chunk_tokens=5, note=lambda text: None)
             next(stream)
