@@ -21,7 +21,7 @@ FAMILIES = {  # config.json's model_type -> module with `build(config)`
     "cosyvoice2": "mlx_cosyh3.cosyvoice.cosyvoice2",
     "cosyvoice3": "mlx_cosyh3.cosyvoice.cosyvoice3",
 }
-PATTERNS = ["*.json", "*.safetensors", "voices/*.safetensors", "*.txt", "*.bpe", "*.md"]
+PATTERNS = ["*.json", "*.safetensors", "voices/*.safetensors", "*.txt", "*.bpe", "*.tiktoken", "*.md"]
 
 
 def load(path_or_repo=None, *, revision=None, kv_window=None):
@@ -36,7 +36,7 @@ def load(path_or_repo=None, *, revision=None, kv_window=None):
     folder = find_model(path_or_repo, revision)
     config = read_config(folder)
     given = None
-    if "hifigan" in config:  # CosyVoice 3 as mlx-audio writes it
+    if config["model_type"] != "h3" and "mel" not in config:  # CosyVoice as mlx-audio writes it
         from mlx_cosyh3.convert.cosyvoice_mlx import from_mlx_layout
 
         config, given = from_mlx_layout(folder)
