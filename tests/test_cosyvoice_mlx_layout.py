@@ -293,7 +293,7 @@ def test_their_speech_tokenizer(tmp_path):
 @pytest.mark.parametrize("version", VERSIONS)
 def test_loads_without_conversion(sources, tmp_path, bits, version):
     model = load(write_ours(sources[version], tmp_path / "layout", bits, version))
-    kinds = {type(m).__name__ for n, m in model.llm.named_modules() if n.endswith("q_proj")}
+    kinds = {type(m).__name__ for n, m in model.llm.named_modules() if n.endswith(("q_proj", "qkv_proj"))}
     assert kinds == {"QuantizedLinear" if bits else "Linear"}
     tokens = mx.array([[1, 2, 3, 4]])
     mel = model.flow(tokens, tokens[:, :0], mx.zeros((1, 0, 80)), mx.ones((1, 192)), steps=1)
