@@ -1,5 +1,5 @@
 # make demo: models that come with the package speak and write English here; nothing to download but Python packages.
-# make test: all tests. Both set up a virtual environment of their own first; PYTHON=python3.12 picks another Python.
+# make test: all tests but the slow ones (ARGS="-m slow" runs those). Both set up a virtual environment of their own first; PYTHON=python3.12 picks another Python.
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -35,7 +35,7 @@ demo: $(VENV)/.installed
 	@echo 'Let it talk: $(BIN)/mlx_cosyh3 repl --model cosyvoice3-tiny'
 
 test: $(VENV)/.installed
-	$(PRELOAD) MLX_DISABLE_COMPILE=1 $(BIN)/python -m pytest -q $(ARGS)
+	$(PRELOAD) MLX_DISABLE_COMPILE=1 $(BIN)/python -m pytest -q -m "not slow" $(ARGS)
 
 $(VENV)/.installed: pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)

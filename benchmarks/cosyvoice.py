@@ -1,6 +1,7 @@
 """CosyVoice at full size with random weights: time per stage, real-time factor, first audio, cost of the n-th chunk.
 
     python benchmarks/cosyvoice.py [--versions 1,2,3] [--dtypes float32,bfloat16,int8] [--seconds 10] [--long 60]
+    python benchmarks/cosyvoice.py --batch 1,4,16 [--versions 1,2,3] [--dtypes ...] [--seconds 10]
 
 Random weights speak noise, but they cost what trained ones cost. The speech head's rows for special ids are zero, so
 that none is drawn and exactly the wanted number of speech tokens is made. bfloat16 and int8: the language model and the
@@ -143,6 +144,28 @@ def token_rate(model, n=100):
     return rate
 
 
+def batches(model, voice, seconds, sizes):
+    """For each size a line: that many utterances of different lengths in one batch, against one after the other."""
+    line("batch", "audio, s", "one by one, s", "batch, s", "ratio", "audio s / s", "LM, s", "flow, s", "vocoder, s", "peak GB")
+    print("| ---: " * 10 + "|")
+    options = {"voice": voice, "seed": 1, "normalize": False, "note": lambda text: None}
+    for n in sizes:
+        requests = [{"text": "a" * 60, "max_seconds": seconds * (0.6 + 0.4 * r / max(n - 1, 1))} for r in range(n)]
+        for _ in range(2):  # the second run counts
+            mx.reset_peak_memory()
+            begin = time.perf_counter()
+            results = model.batch_generate(requests, max_batch=n, **options)
+            together = time.perf_counter() - begin
+        peak = mx.get_peak_memory() / 1e9
+        begin = time.perf_counter()
+        for r, own in enumerate(requests):
+            model.generate(**own, **options | {"seed": 1 + r})
+        alone, total = time.perf_counter() - begin, sum(r.duration for r in results)
+        s = {stage: sum(r.seconds[stage] for r in results) for stage in ("llm", "flow", "vocoder")}
+        line(n, f"{total:.1f}", f"{alone:.3f}", f"{together:.3f}", f"{alone / together:.2f}", f"{total / together:.1f}", f"{s['llm']:.3f}",
+             f"{s['flow']:.3f}", f"{s['vocoder']:.3f}", f"{peak:.2f}")  # fmt: skip
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--versions", default="3")
@@ -150,15 +173,27 @@ def main():
     parser.add_argument("--long", type=float, default=60, help="seconds of the long streamed utterance; 0: none")
     parser.add_argument("--dtypes", default="float32,bfloat16,int8")
     parser.add_argument("--kernels", default="1,0", help="1: kernels on, 0: off")
+    parser.add_argument("--batch", default="", help="in place of all else: sizes of batches, such as 1,4,16")
     parser.add_argument("--size", default="full", choices=SIZES[3])
     args = parser.parse_args()
     print(f"mlx {mx.__version__}, {mx.device_info().get('device_name', 'CPU')}; {args.size} size, {args.seconds:g} s of audio, a voice of 3 s")
-    line("version", "weights", "kernels", "GB", "LM, s", "tokens/s", "flow, s", "vocoder, s", "RTF", "first audio, s", "peak GB")
-    print("| --- | --- | --- " + "| ---: " * 8 + "|")
+    if not args.batch:
+        heading()
     for version in map(int, args.versions.split(",")):
         for dtype in args.dtypes.split(","):
-            bench(version, dtype, args)
+            if args.batch:
+                model = random_model(args.size, dtype, version)
+                print(f"\nversion {version}, {dtype}")
+                batches(model, random_voice(model), args.seconds, [int(n) for n in args.batch.split(",")])
+                del model
+            else:
+                bench(version, dtype, args)
             mx.clear_cache()
+
+
+def heading():
+    line("version", "weights", "kernels", "GB", "LM, s", "tokens/s", "flow, s", "vocoder, s", "RTF", "first audio, s", "peak GB")
+    print("| --- | --- | --- " + "| ---: " * 8 + "|")
 
 
 def bench(version, dtype, args):

@@ -98,7 +98,10 @@ def _voice(name, entry, config, text_ids, notes):
             f"voice {name!r}: the speech tokens for the flow and for the language model differ; the flow's are used"
         )
     ids = None if ids is None or not ids.size else ids.reshape(-1).astype(np.int32)
-    return Voice(embedding.reshape(-1), tokens.astype(np.int32), mel, None, ids, name, size, config["sample_rate"])
+    return Voice(
+        embedding.reshape(-1), tokens.astype(np.int32), mel, None, ids, name, size, config["sample_rate"],
+        config["model_type"],
+    )  # fmt: skip
 
 
 def _check_lengths(name, tokens, frames, config, notes):

@@ -1,4 +1,4 @@
-"""The command `mlx_cosyh3`: say, clone, vc, voices, generate, repl, perplexity, convert, verify, info, doctor.
+"""The command `mlx_cosyh3`: say, clone, vc, voices, generate, repl, serve, convert, verify, info, doctor, bench ...
 
 Data goes to stdout, everything else to stderr, where progress and statistics only appear in a terminal (or with
 --stats). An error that a user can mend is one line on stderr and exit status 2; --debug shows where it came from.
@@ -14,7 +14,7 @@ import traceback
 from pathlib import Path
 
 import mlx_cosyh3
-from mlx_cosyh3 import speech_cli
+from mlx_cosyh3 import speech_cli, trace
 from mlx_cosyh3.console import DEFAULTS, OPTIONS, check, show, stats_line, unescape
 from mlx_cosyh3.errors import CosyH3Error, nearest
 from mlx_cosyh3.kernels import _dispatch
@@ -33,7 +33,8 @@ def main(argv=None):
         return args
     try:
         _dispatch.allowed()  # a misspelt MLX_COSYH3_KERNELS is named before any work is done
-        status = args.run(args)
+        with trace.to_file(getattr(args, "trace", None)):
+            status = args.run(args)
         sys.stdout.flush()
         return status or 0
     except (KeyboardInterrupt, CosyH3Error, OSError) as e:
@@ -116,8 +117,9 @@ def _dashes(argv):
 
 def _commands():
     """(name, function that adds its arguments, function that runs it, help)"""
-    from mlx_cosyh3 import convert, info
+    from mlx_cosyh3 import bench, convert, info, plot
     from mlx_cosyh3.convert import verify
+    from mlx_cosyh3.server import cli as serve
 
     return [
         ("say", speech_cli.add_say, lambda args: speech_cli.say(args, _spoken), "speak a text; writes an audio file"),
@@ -126,11 +128,14 @@ def _commands():
         ("voices", speech_cli.add_model, speech_cli.voices, "list the voices that a model holds"),
         ("generate", _add_generate, _generate, "continue a prompt; prints the continuation"),
         ("repl", _add_repl, _repl, "type text and let the model continue it, with state kept between turns"),
+        ("serve", serve.add_arguments, serve.run, "answer OpenAI-compatible requests over HTTP, with a page to try it"),
         ("perplexity", _add_perplexity, _perplexity, "measure how well a model predicts a text"),
         ("convert", convert.add_arguments, convert.run, "convert a checkpoint to an MLX model folder"),
         ("verify", verify.add_arguments, verify.run, "compare a converted model with the checkpoint it came from"),
         ("info", info.add_arguments, info.run, "show what a model folder holds and can do"),
         ("doctor", _add_doctor, _doctor, "test the kernels on this machine"),
+        ("bench", bench.add_arguments, bench.run, "measure a model on this machine, or compare two measurements"),
+        ("plot", plot.add_arguments, plot.run, "draw a recording: waveform, mel, pitch, speech tokens"),
     ]
 
 
@@ -252,6 +257,7 @@ def _add_generate(parser):
         "(a line end at its end is dropped, as with --file)",
     )
     parser.add_argument("-p", "--prompt", dest="prompt_option", metavar="TEXT", help="the prompt, as an option")
+    trace.add_option(parser)
     parser.add_argument("--file", metavar="F", help="read the prompt from a file")
     _add_model(parser)
     _add_options(parser)

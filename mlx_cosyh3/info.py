@@ -188,41 +188,18 @@ def _voices(folder):
 def _what(voice):
     if not voice.has_prompt:
         return "speaker embedding alone"
-    return f"{voice.seconds:.1f} s of a recording, {'with' if _told(voice) else 'without'} its transcript"
-
-
-def _told(voice):
-    return voice.transcript is not None or voice.transcript_ids is not None
+    return f"{voice.seconds:.1f} s of a recording, {'with' if voice.is_told else 'without'} its transcript"
 
 
 def _modes(config, voices):
     """{mode: what it takes here, or why it cannot be had}"""
+    from mlx_cosyh3.cosyvoice import abilities
+
     model = importlib.import_module(FAMILIES[config["model_type"]])
     version = int(config["model_type"][-1])
     cls = getattr(model, f"CosyVoice{version}")
-    lacking = [name for name in ("campplus", "speech_tokenizer") if config.get(name) is None]
-    clone = "a voice made of a recording"
-    cannot = f"no: the folder has no {' and no '.join(name.replace('_', ' ') for name in lacking)}"
-
-    def takes(names, cloned=True, lacks="and no voice with a recording"):
-        ways = [", ".join(names)] if names else []
-        ways += [clone] if cloned and not lacking else []
-        return " or ".join(ways) or (f"{cannot}, {lacks}" if cloned else "no: the folder holds no voices")
-
-    heard = [name for name, v in voices.items() if v.has_prompt]
-    told = [name for name in heard if _told(voices[name])]
-    named = version == 1  # instructions go with the model's own voices alone
-    modes = {
-        "sft": takes(list(voices), cloned=False),
-        "zero_shot": takes(told, lacks="and no voice with a recording and its transcript"),
-        "cross_lingual": takes(heard),
-        "instruct": takes(list(voices), cloned=not named, lacks="and no voices"),
-        "vc": "no: the folder has no speech tokenizer" if "speech_tokenizer" in lacking else takes(list(voices)),
-        "streaming": f"audio as it is made; text {'as it arrives' if cls.text_in_pieces else 'only as a whole'}",
-    }
-    if named and voices:
-        modes["instruct"] += " (the model CosyVoice-300M-Instruct was trained for it)"
-    return modes
+    lacking = [name for name in model.FRONT_ENDS if config.get(name) is None]
+    return abilities.modes(version, cls.text_in_pieces, lacking, voices)
 
 
 def add_arguments(parser):

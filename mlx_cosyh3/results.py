@@ -10,11 +10,14 @@ import numpy as np
 class Result:
     """finish_reason "stop" (the model or a stop string ended it) or "length" (a limit did), or "cancelled"
     seconds        wall-clock seconds per stage
-    peak_memory    the most memory MLX held in this process so far, GB"""
+    peak_memory    the most memory MLX held in this process so far, GB
+    decisions      where its stages ran and why, what failed and was run again, what a deadline changed: list of dicts
+                   with "stage", "at" (seconds since the start), "reason", and what was decided; see runtime.py"""
 
     finish_reason: str
     seconds: dict = field(default_factory=dict)
     peak_memory: float = field(default_factory=lambda: mx.get_peak_memory() / 1e9)
+    decisions: list = field(default_factory=list)
 
 
 @dataclass

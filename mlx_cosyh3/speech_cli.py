@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 import mlx_cosyh3
+from mlx_cosyh3 import trace
 from mlx_cosyh3.errors import CosyH3Error
 
 DEFAULT_VOICE_MODEL = "cosyvoice3-tiny"
@@ -152,6 +153,7 @@ def add_say(parser):
     parser.add_argument("--no-normalize", action="store_true", help="do not read numbers and signs as words")
     add_compat(parser)
     add_options(parser)
+    trace.add_option(parser)
 
 
 def say(args, read_text):

@@ -9,6 +9,8 @@ import contextvars
 import queue
 import threading
 
+import mlx.core as mx
+
 
 class Stream:
     """Iterator of the pieces of a generation as they are made.
@@ -135,6 +137,9 @@ class _Worker:
             del task
             with _lock:
                 _idle.append(self)
+        # Building a model draws MLX's implicit random numbers, after which the end of the thread that did it may abort
+        # the program, unless its streams are gone by then.
+        mx.clear_streams()
 
 
 def _start(function, *args):

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import mlx.core as mx
 import numpy as np
 
-from mlx_cosyh3 import sampling
+from mlx_cosyh3 import deadline, runtime, sampling, trace
 from mlx_cosyh3.errors import CosyH3Error, take_options
 from mlx_cosyh3.results import TextResult
 from mlx_cosyh3.stream import Stream
@@ -29,7 +29,11 @@ class TextOptions:
     seed                 the same seed gives the same text, in any thread; None = another one each time
     stop                 text that ends the generation, and is not returned: a string or several
     cache                `model.make_cache()`: start from what it has read, and leave it after the text
-    logprobs             return each token's log-probability, too"""
+    logprobs             return each token's log-probability, too
+    policy               a runtime.Policy: on which device to run; None: as the environment says
+    deadline             seconds in which the first token (streamed) or all of them are to be there: see deadline.py
+    late                 what if that cannot be: "refuse" it before the work starts, or do one's "best" (at once: the
+                         text that could be made in time)"""
 
     max_tokens: int = 256
     temperature: float = 0.8
@@ -41,12 +45,17 @@ class TextOptions:
     stop: tuple = ()
     cache: object = None
     logprobs: bool = False
+    policy: object = None
+    deadline: float = None
+    late: str = "refuse"
 
     def __post_init__(self):
         sampling.check_options(
             self.max_tokens, self.temperature, self.top_k, self.top_p, self.min_p, self.repetition_penalty, self.seed
         )
         sampling.StopText(self.stop)
+        deadline.check(self.deadline, self.late)
+        runtime.check(self.policy)
 
 
 class TextGeneration:
@@ -66,7 +75,7 @@ class TextGeneration:
         """`generate` as an iterator of text pieces, none of which splits a character -> Stream.
 
         `stream.result` is there when the stream has ended or was closed."""
-        return Stream(_Run(self, [prompt], take_options(TextOptions, options)))
+        return Stream(_Run(self, [prompt], take_options(TextOptions, options), streamed=True))
 
     def batch_generate(self, prompts, **options):
         """`generate` for several prompts of any lengths at once -> list of TextResult.
@@ -88,7 +97,7 @@ class TextGeneration:
 class _Run:
     """One generation of one or more rows, on the thread that iterates over `steps`."""
 
-    def __init__(self, model, prompts, options):
+    def __init__(self, model, prompts, options, streamed=False):
         o, cache = options, options.cache
         if cache is not None and cache.fingerprint != model.fingerprint:
             raise CosyH3Error("the cache belongs to another model: make one with model.make_cache()")
@@ -101,6 +110,11 @@ class _Run:
         self.rows = [_Row(self.tokenizer, sampling.StopText(o.stop)) for _ in prompts]
         self.prompt_tokens = [0] * len(prompts)
         self.prompt_seconds = self.seconds = 0.0
+        policy = runtime.check(o.policy)
+        self.request = policy.request()
+        costs = deadline.costs_of(policy, model)
+        self.control = deadline.TextController(costs, self.request, o.deadline, o.late)
+        self.control.begin(max(1, sum(map(len, self.prompts))), o.max_tokens, streamed)
 
     def _ids(self, prompt):
         """Ids of a prompt given as text or as ids; may be empty."""
@@ -134,25 +148,33 @@ class _Run:
         self.keys = sampling.row_keys(self.options.seed, len(rows))
         self.prompt_tokens = lengths.tolist()
 
+        self.first_keys = self.keys
         started = time.perf_counter()
+        self.request.begin = self.request.clock()
         before, cache.pending = cache.copy(), None
         try:
-            drawn = self._draw(model.prefill(mx.array(ids), cache, lengths))
-            mx.eval(drawn)
+            again = lambda *_: self._begin_again(before, rows)  # noqa: E731
+            drawn = self.request.guard("text", self._begin, ids, lengths, again=again)
         except BaseException:  # interrupted, or out of memory: half a prompt is of no use to the caller
             cache.take_from(before)
             raise
-        del before
+        # What it was at first is kept only where it may be needed: it is as large as the context that came with it.
+        before = before if self.request.device("text") == "gpu" else None
+        again = lambda n: self._turn(self._begin_again(before, rows), n)  # noqa: E731
         self.prompt_seconds = time.perf_counter() - started
-        owed = None
+        trace.record("prompt", started, started + self.prompt_seconds)
+        self.control.spent("text", "prompt", int(lengths.sum()), self.prompt_seconds)
+        owed, worked = None, 0.0
         try:
             for n in range(self.options.max_tokens):
-                mark = cache.mark()
-                if n + 1 < self.options.max_tokens:
-                    following = self._draw(model.step(drawn[0], cache))
-                    mx.async_eval(following)
-                owed, texts = self._read(drawn, n)
-                self.seconds = time.perf_counter() - started - self.prompt_seconds
+                begin = time.perf_counter()
+                following, values = self.request.guard("text", self._turn, drawn, n, again=lambda _, n: again(n))
+                now = time.perf_counter()
+                worked += now - begin
+                trace.record("tokens", begin, now)
+                owed, texts = self._take(values, n, self.control.enough(now - begin))
+                self.seconds = now - started - self.prompt_seconds
+                self.request.breathe("text", now - begin)
                 yield texts
                 if all(row.finish_reason for row in self.rows):
                     break
@@ -160,8 +182,48 @@ class _Run:
                 if n % CLEAR_EVERY == CLEAR_EVERY - 1:
                     mx.clear_cache()
         finally:  # also when the caller stops asking
-            cache.rewind(mark)
+            cache.rewind(self.mark)
             cache.pending = owed
+            made = max(len(row.tokens) for row in self.rows)
+            if made > 1:
+                self.control.spent("text", "text", made - 1, worked)
+            whole = self.prompt_seconds + self.seconds
+            if self.control.streamed:
+                self.control.ended(self.prompt_seconds)
+            else:
+                self.control.ended(whole if all(row.finish_reason for row in self.rows) else None)
+
+    def _begin(self, ids, lengths):
+        """Read the prompts and draw the first token of each."""
+        drawn = self._draw(self.model.prefill(mx.array(ids), self.cache, lengths))
+        mx.eval(drawn)
+        self.mark = self.cache.mark()
+        return drawn
+
+    def _begin_again(self, before, rows):
+        """`_begin` from the cache as it was `before`, the tokens so far being part of the prompts: what was computed
+        since is not to be trusted."""
+        self.cache.take_from(before)
+        self.cache.pending = None
+        so_far = [ids + row.tokens for ids, row in zip(rows, self.rows)]
+        lengths = np.array([len(ids) for ids in so_far])
+        padded = np.zeros((len(so_far), lengths.max()), dtype=np.int32)
+        for r, row in enumerate(so_far):
+            padded[r, : len(row)] = row
+        if self.seen is not None:
+            self.seen = _seen(so_far, self.model.config.vocab_size)
+        self.keys = self.first_keys
+        for _ in range(max(len(row.tokens) for row in self.rows)):
+            self.keys, _ = sampling.next_keys(self.keys)
+        return self._begin(padded, lengths)
+
+    def _turn(self, drawn, n):
+        """Dispatch the step that follows on `drawn`, and wait for `drawn` -> (that step or None, its `_values`)."""
+        self.mark, following = self.cache.mark(), None
+        if n + 1 < self.options.max_tokens:
+            following = self._draw(self.model.step(drawn[0], self.cache))
+            mx.async_eval(following)
+        return following, self._values(drawn, n)
 
     def _draw(self, logits):
         """logits [B, padded vocabulary] -> ids int32 [B], whether all was finite, log-probabilities [B] (or nothing)."""
@@ -178,14 +240,20 @@ class _Run:
             drawn.append(picked - mx.logsumexp(raw, axis=-1))
         return drawn
 
-    def _read(self, drawn, n):
-        """Wait for a drawn step and hand it to the rows -> (the ids the cache does not hold yet, or None; new texts)."""
+    def _values(self, drawn, n):
+        """Wait for a drawn step -> (ids, log-probabilities), lists."""
         if not drawn[1].item():
             raise CosyH3Error(f"the model gave a non-finite value (inf or NaN) at token {n + 1}: try --dtype float32")
         tokens = drawn[0].tolist()
-        logprobs = drawn[2].tolist() if self.options.logprobs else [None] * len(tokens)
+        return tokens, drawn[2].tolist() if self.options.logprobs else [None] * len(tokens)
+
+    def _take(self, values, n, enough):
+        """Hand a drawn step to the rows -> (the ids the cache does not hold yet, or None; new texts).
+
+        enough   no more is to be drawn"""
+        tokens, logprobs = values
         eos = self.model.config.eos_token_id
-        last = n + 1 == self.options.max_tokens
+        last = enough or n + 1 == self.options.max_tokens
         texts = [row.add(t, p, t == eos, last) for row, t, p in zip(self.rows, tokens, logprobs)]
         # After an end-of-text token the cache holds the text before it, so that a caller may go on.
         return (None if len(tokens) == 1 and tokens[0] == eos else tokens), texts
@@ -212,6 +280,7 @@ class _Run:
                 prompt_tokens=count,
                 prompt_tps=count / max(self.prompt_seconds, 1e-9),
                 generation_tps=max(0, len(row.tokens) - 1) / max(self.seconds, 1e-9),  # the first came with the prompt
+                decisions=list(self.request.decisions),
             )
             for row, count in zip(self.rows, self.prompt_tokens)
         ]

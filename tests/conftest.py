@@ -8,6 +8,10 @@ os.environ.setdefault("MLX_DISABLE_COMPILE", "1")
 os.environ.setdefault("MLX_ENABLE_TF32", "0")
 
 import pytest  # noqa: E402
+from hypothesis import settings  # noqa: E402
+
+settings.register_profile("default", deadline=None)  # a busy machine is no error
+settings.load_profile("default")
 
 
 @pytest.fixture(scope="module")

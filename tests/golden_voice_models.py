@@ -10,6 +10,7 @@ import json
 
 import mlx.core as mx
 import numpy as np
+from mlx.utils import tree_flatten
 
 from mlx_cosyh3.convert.sources import open_source
 from mlx_cosyh3.cosyvoice import cosyvoice1, cosyvoice2, cosyvoice3, hift_weights, llm, transformer_lm
@@ -19,7 +20,8 @@ from mlx_cosyh3.cosyvoice import flow_upsampled as flow2
 from mlx_cosyh3.cosyvoice.llm import SpeechLMConfig
 from mlx_cosyh3.cosyvoice.special_tokens import TAGS
 from mlx_cosyh3.cosyvoice.voice import Voice
-from tests.golden_data import cosyvoice_golden
+from mlx_cosyh3.int8 import quantize_int8
+from tests.golden_data import LARGE, SMALL, cosyvoice_golden
 
 VERSIONS = (1, 2, 3)
 MODULES = {1: cosyvoice1, 2: cosyvoice2, 3: cosyvoice3}
@@ -29,6 +31,11 @@ SANITIZE = {
     "hift": dict.fromkeys(VERSIONS, hift_weights.sanitize),
 }
 TOKEN_RATE = {1: 50, 2: 25, 3: 25}
+QUANTISED = {
+    "int8": {"mode": "int8"},
+    "8": {"mode": "affine", "bits": 8, "group_size": 32},
+    "4": {"mode": "affine", "bits": 4, "group_size": 32},
+}
 SPEECH = 120  # speech tokens of the language models; the flows know more
 END_OF_PROMPT = 500
 
@@ -47,11 +54,30 @@ class Letters:
 
 
 def part(version, name):
-    """(upstream's constructor arguments, our weights) of a part."""
+    """(upstream's constructor arguments, our weights) of a part; the flows are large, without their goldens random."""
+    if name == "flow" and LARGE is None:
+        return random_flow(version)
     folder = cosyvoice_golden(f"v{version}_{name}")
     arguments = json.loads((folder / "config.json").read_text())
     weights = SANITIZE[name][version]({k: t.numpy() for k, t in open_source(folder / f"{name}.pt").tensors.items()})
     return arguments, {f"{name}.{k}": mx.array(np.ascontiguousarray(a)).astype(mx.float32) for k, a in weights.items()}
+
+
+def random_flow(version):
+    """The flow of the golden's sizes with weights that keep the size of what goes through."""
+    arguments = json.loads((SMALL / "cosyvoice" / "flow_configs.json").read_text())[f"v{version}_flow"]
+    cls, config = MODULES[version].PARTS["flow"]
+    rng, weights = np.random.default_rng(version), {}
+    for path, a in tree_flatten(cls(config.from_dict(arguments)).parameters()):
+        noise = rng.standard_normal(a.shape).astype(np.float32)
+        if "norm" in path and path.endswith("weight"):
+            noise = 1 + 0.1 * noise
+        elif a.ndim == 1:
+            noise *= 0.1
+        elif "embedding" not in path:
+            noise /= np.sqrt(np.prod(a.shape[1:]))
+        weights[f"flow.{path}"] = mx.array(noise)
+    return arguments, weights
 
 
 def lm_config(version, d):
@@ -67,6 +93,16 @@ def lm_config(version, d):
 @functools.cache
 def model(version):
     """The model, with the voices anna (an embedding alone) and clara (with a recording and its transcript)."""
+    return _build(version)
+
+
+@functools.cache
+def quantised(version, how):
+    """The same with `how` ("int8", "8", "4") for the linear layers that `-q` takes."""
+    return _build(version, QUANTISED[how])
+
+
+def _build(version, how=None):
     parts = {name: part(version, name) for name in SANITIZE}
     rate = 22050 if version == 1 else 24000
     config = {
@@ -77,14 +113,29 @@ def model(version):
                 "win_size": 1024 if version == 1 else 1920, "num_mels": 80, "fmin": 0,
                 "fmax": None if version == 3 else 8000},
     }  # fmt: skip
+    config["quantization"] = {part: how for part in ("llm", "flow")} if how else {}
     made = MODULES[version].build(config)
-    made.load_weights([pair for _, weights in parts.values() for pair in weights.items()])
+    weights = {n: a for _, own in parts.values() for n, a in own.items()}
+    for path, layer in made.named_modules():
+        if how and "weight" in layer and layer.weight.dtype in (mx.int8, mx.uint32):
+            weights |= packed(path, weights[f"{path}.weight"], how)
+    made.load_weights(list(weights.items()))
+    if hasattr(made.llm, "join"):
+        made.llm.join()
     mx.eval(made.parameters())
     made._tokenizer = Letters()
     made.short = False
     made.speak = functools.partial(_speak, made)
     made._voices = {"anna": voice(version, 0, 1, "anna"), "clara": voice(version, 16, 2, "clara")}
     return made
+
+
+def packed(path, weight, how):
+    """The tensors that stand for a linear layer's weight."""
+    if how["mode"] == "int8":
+        return dict(zip((f"{path}.weight", f"{path}.scale"), map(mx.array, quantize_int8(np.array(weight)))))
+    made = mx.quantize(weight, how["group_size"], how["bits"])
+    return dict(zip((f"{path}.weight", f"{path}.scales", f"{path}.biases"), made))
 
 
 def _speak(made, segment, mode, speaker, options, key):

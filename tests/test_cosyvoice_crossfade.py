@@ -15,6 +15,7 @@ from safetensors.numpy import load_file
 from mlx_cosyh3.cosyvoice.crossfade import Fade, FadedFlow, FadedVocoder, windows
 from mlx_cosyh3.cosyvoice.flow_regulated import OVERLAP
 from mlx_cosyh3.cosyvoice.hift_centred import CentredHiFT
+from mlx_cosyh3.cosyvoice.source import CentredSource, SourceEnd
 from mlx_cosyh3.errors import CosyH3Error
 from tests.cosyvoice_hift_data import error, golden, random_mel
 from tests.golden_data import cosyvoice_golden
@@ -64,13 +65,14 @@ class Repeat:
     def __init__(self):
         self.windows, self.keys = [], []
 
-    def __call__(self, mel, cache_source=None, *, key):
+    def __call__(self, mel, cache_source=None, end=None, *, key):
+        assert (end is None) == (cache_source is None)
         self.windows.append(mel.shape[1])
         self.keys.append(tuple(key.tolist()))
         source = mx.repeat(mel[..., 1], 4, axis=1)
         if cache_source is not None:
             np.testing.assert_array_equal(source[:, : cache_source.shape[1]], cache_source)
-        return mx.repeat(mel[..., 0], 4, axis=1), source
+        return mx.repeat(mel[..., 0], 4, axis=1), source, SourceEnd(source, source, source)
 
 
 class Twice:
@@ -82,7 +84,7 @@ class Twice:
     def frames(self, tokens):
         return 2 * tokens
 
-    def __call__(self, tokens, prompt_tokens, prompt_mel, embedding, *, key, steps, cache):
+    def __call__(self, tokens, prompt_tokens, prompt_mel, embedding, *, key, steps, cache, on_step):
         assert cache == (len(self.windows) or None) and steps == 3
         self.windows.append(tokens.shape[1])
         mel = mx.repeat(mx.repeat(tokens, 2, axis=1)[..., None], 80, axis=2).astype(mx.float32)
@@ -141,7 +143,7 @@ def heard(version, mel, sizes, key=0, compat=False):
 def test_one_piece_is_what_the_vocoder_makes(version):
     model, mel = golden(f"{version}_hift", CentredHiFT)[0], random_mel(24)
     [audio] = heard(version, mel, [24])
-    want, _ = model(mel, key=mx.random.split(mx.random.key(0))[1])
+    want, *_ = model(mel, key=mx.random.split(mx.random.key(0))[1])
     np.testing.assert_array_equal(audio, want[0])
 
 
@@ -167,10 +169,72 @@ def test_a_key_is_all_that_is_random(version):
 
 
 @pytest.mark.parametrize("version", FRAMES)
-def test_compat_changes_what_is_faded_alone(version):
+def test_compat_fades_and_starts_the_source_anew(version):
+    """What comes before the seam is the same; beyond what is faded, it is the phase of the source that differs."""
     mel, sizes, frames = random_mel(100), [50, 50], FRAMES[version]
     per_frame = golden(f"{version}_hift", CentredHiFT)[0].config.samples_per_frame
     a, b = (np.concatenate(heard(version, mel, sizes, compat=compat)) for compat in (False, True))
-    differs = np.flatnonzero(a != b)
     begin = (50 - frames) * per_frame
-    assert begin <= differs.min() and differs.max() < begin + frames * per_frame
+    np.testing.assert_array_equal(a[:begin], b[:begin])
+    assert error(a[begin : begin + frames * per_frame], b[begin : begin + frames * per_frame]) > 1e-3
+    assert error(a[50 * per_frame :], b[50 * per_frame :]) > 1e-3
+
+
+# ---------------------------------------------------------------- the source where windows meet
+
+
+def sources(version, f0, sizes, in_phase=True):
+    """The source of windows of `sizes` frames, each beginning with the last FRAMES of the one before; without noise."""
+    source = golden(f"{version}_hift", CentredHiFT)[0].m_source
+    frames, hop = FRAMES[version], source._config.samples_per_frame
+    overlap, made, before, start = frames * hop, [], None, 0
+    for n in sizes:
+        pitch = mx.array(f0[None, start : start + n])
+        phases = mx.random.uniform(-3, 3, (1, 9), key=mx.random.key(start))  # each window draws its own
+        wave, end = source(pitch, mx.zeros((1, n * hop, 9)), phases, before if in_phase else None)
+        if before is not None and not in_phase:
+            wave = mx.concatenate([before[0], wave[:, overlap:]], axis=1)
+        before = wave[:, (n - frames) * hop :], end
+        made.append(np.array(wave[0, : (n - frames) * hop]))
+        start += n - frames
+    return np.concatenate([*made, np.array(before[0][0])])
+
+
+@pytest.mark.parametrize("version", FRAMES)
+@settings(deadline=None, max_examples=15)
+@given(st.lists(st.integers(21, 60), min_size=2, max_size=5), st.integers(0, 1000))
+def test_the_source_goes_on_in_phase(version, sizes, seed):
+    """Windows give the source that one piece gives; with upstream's way they do not."""
+    frames = FRAMES[version]
+    total = sum(sizes) - (len(sizes) - 1) * frames
+    f0 = np.random.default_rng(seed).uniform(90, 300, total).astype(np.float32)
+    whole = sources(version, f0, [total])
+    assert error(sources(version, f0, sizes), whole) < 5e-3  # phases of thousands of rad are rounded
+    assert error(sources(version, f0, sizes, in_phase=False), whole) > 3e-2
+
+
+@pytest.mark.parametrize("version", FRAMES)
+def test_no_jump_in_the_source(version):
+    """Where windows meet, no larger steps from sample to sample than elsewhere; upstream's way makes them."""
+    frames, hop = FRAMES[version], golden(f"{version}_hift", CentredHiFT)[0].config.samples_per_frame
+    sizes = [50] * 6
+    total = sum(sizes) - 5 * frames
+    f0 = (150 + 20 * np.sin(np.arange(total) / 9)).astype(np.float32)
+    meet = (50 + np.arange(5) * (50 - frames)) * hop
+    for in_phase in (True, False):
+        steps = np.abs(np.diff(sources(version, f0, sizes, in_phase)))
+        seams = np.concatenate([steps[m - hop // 2 - 2 : m + 2] for m in meet])
+        assert (seams.max() <= np.abs(np.diff(sources(version, f0, [total]))).max()) == in_phase
+
+
+def test_a_long_stream_keeps_its_phase_small():
+    """What a window hands on does not grow, so that hours of speech are as exact as a second."""
+    for version in FRAMES:
+        source = golden(f"{version}_hift", CentredHiFT)[0].m_source
+        assert isinstance(source, CentredSource)
+        n, hop = 60, source._config.samples_per_frame
+        before = None
+        for _ in range(4):
+            wave, end = source(mx.full((1, n), 400.0), mx.zeros((1, n * hop, 9)), mx.zeros((1, 9)), before)
+            before = wave[:, (n - 20) * hop :], end
+            assert 0 <= np.array(end.turns).min() and np.array(end.turns).max() < 1

@@ -1,7 +1,7 @@
 """What the language models of versions 1 and 2 read in each mode, and language tags on every segment of a text.
 
 Run: python -m pytest -q tests/test_cosyvoice_prompts.py
-Version 3's layouts, and what all share, are in test_cosyvoice_text.py.
+Then version 3's layouts, and what all versions share.
 """
 
 import re
@@ -48,6 +48,33 @@ def test_layouts(version, said):
         assert quiet("instruct", version, said, instruct=form) == (f"{how}<|endofprompt|>", said)
     # what a saved voice says in its clip never takes an instruction's place
     assert quiet("instruct", version, said, instruct=how, transcript="Me.") == (f"{how}<|endofprompt|>", said)
+
+
+@pytest.mark.parametrize(
+    "transcript, read",
+    [
+        ("It is 5 o'clock.", "It is five o'clock."),
+        ("  Me,\nagain ", "Me, again"),
+        ("我有3只猫，", "我有三只猫。"),
+        ("No stop is added", "No stop is added"),
+        ("<|en|>It is 5.", "<|en|>It is 5."),  # with a special token, as it is
+        ("A sentence of 5. " * 30, ("A sentence of five. " * 30).strip()),  # whole, however long
+    ],
+)
+def test_a_transcript_is_read_as_upstream_does(transcript, read):
+    for version in (1, 2):
+        assert quiet("zero_shot", version, "Hi. " * 200, transcript=transcript)[0] == read
+        assert quiet("zero_shot", version, "Hi. " * 200, transcript=transcript, normalise=False)[0] == transcript
+    assert quiet("zero_shot", 3, "Hi. " * 200, transcript=transcript)[0] == prompts.PREFIX + transcript
+
+
+def test_an_instruction_is_read_in_version_1_alone():
+    for version, read in ((1, "five"), (2, "5")):
+        said = f"A leader of {read} rebels."
+        assert quiet("instruct", version, "Hi.", instruct="A leader of 5 rebels.")[0] == f"{said}<|endofprompt|>"
+    as_told = "A leader of 5.<|endofprompt|>"
+    assert quiet("instruct", 1, "Hi.", instruct=as_told)[0] == as_told
+    assert quiet("instruct", 1, "Hi.", instruct="A leader of 5.", normalise=False)[0] == as_told
 
 
 @pytest.mark.parametrize("version", [1, 2])
@@ -153,3 +180,74 @@ def test_every_segment_after_a_tag_has_one(parts, normalise):
     assert all(begun[first:]) and all(begun[i + 1] for i in range(len(got) - 1) if tagged[i])
     if not normalise:  # nothing else is lost
         assert BARE.sub("", "".join(got)) == BARE.sub("", raw)
+
+
+# ---------------------------------------------------------------- version 3
+
+PREFIX = "You are a helpful assistant.<|endofprompt|>"
+
+
+def test_version_3_layouts():
+    assert quiet("sft", 3, "Hi.") == ("", "<|endofprompt|>Hi.")
+    assert quiet("cross_lingual", 3, "Hi.") == ("", f"{PREFIX}Hi.")
+    assert quiet("zero_shot", 3, "Hi.", transcript="Me.") == (f"{PREFIX}Me.", "Hi.")
+    said = "You are a helpful assistant. Speak softly.<|endofprompt|>"
+    assert quiet("instruct", 3, "Hi.", instruct="Speak softly.") == (said, "Hi.")
+
+
+def test_version_2_layouts():
+    assert quiet("sft", 2, "Hi.") == ("", "Hi.")
+    assert quiet("cross_lingual", 2, "Hi.") == ("", "Hi.")
+    assert quiet("zero_shot", 2, "Hi.", transcript="Me.") == ("Me.", "Hi.")
+    assert quiet("instruct", 2, "Hi.", instruct="Speak softly.") == ("Speak softly.<|endofprompt|>", "Hi.")
+
+
+def test_prefix_exactly_once():
+    once = quiet("zero_shot", 3, "Hi.", transcript=f"{PREFIX}Me.")
+    assert once == (f"{PREFIX}Me.", "Hi.")
+    assert prompts.with_prefix(prompts.with_prefix("x")) == f"{PREFIX}x"
+    assert quiet("cross_lingual", 3, f"{PREFIX}Hi.") == ("", f"{PREFIX}Hi.")
+    assert quiet("zero_shot", 3, f"{PREFIX}Hi.", transcript="Me.") == (f"{PREFIX}Me.", "Hi.")
+    assert quiet("sft", 3, "<|endofprompt|>Hi.") == ("", "<|endofprompt|>Hi.")
+    said = "You are a helpful assistant. Speak softly.<|endofprompt|>"
+    bare = said.replace("<|endofprompt|>", "")
+    for form in ["Speak softly.", "Speak softly.<|endofprompt|>", said, bare, f" {said} "]:
+        assert quiet("instruct", 3, "Hi.", instruct=form) == (said, "Hi.")
+    with pytest.raises(CosyH3Error, match="occurs 2 times"):
+        prompts.with_prefix(PREFIX + PREFIX)
+
+
+def test_an_instruction_is_never_lost():
+    # a saved voice brings its transcript: the instruction stays
+    prompt, _ = quiet("instruct", 3, "Hi.", transcript="What the voice says in its clip.", instruct="Speak softly.")
+    assert "Speak softly." in prompt and "clip" not in prompt
+    with pytest.raises(CosyH3Error, match="cannot be used in zero_shot mode"):
+        prompts.layout("zero_shot", 3, "Hi.", transcript="Me.", instruct="Speak softly.")
+    with pytest.raises(CosyH3Error, match="give it as instruct"):
+        prompts.layout("zero_shot", 3, "Speak softly.<|endofprompt|>Hi.", transcript="Me.")
+    own = "You are a helpful assistant. Speak softly.<|endofprompt|>Hi."
+    assert quiet("cross_lingual", 3, own) == ("", own)
+
+
+@pytest.mark.parametrize("bad", [None, "", "  ", "<|endofprompt|>", PREFIX])
+def test_empty_instruction(bad):
+    with pytest.raises(CosyH3Error, match="instruction"):
+        prompts.layout("instruct", 3, "Hi.", instruct=bad)
+
+
+def test_prompt_errors_and_notes():
+    with pytest.raises(CosyH3Error, match="goes on after"):
+        prompts.instruction("Speak softly.<|endofprompt|>Hi.", 3)
+    with pytest.raises(CosyH3Error, match="transcript is empty"):
+        prompts.layout("zero_shot", 3, "Hi.", transcript=PREFIX)
+    assert quiet("zero_shot", 3, "Hi.") == ("", "Hi.")  # the voice holds the transcript as ids
+    with pytest.raises(CosyH3Error, match="modes are zero_shot"):
+        prompts.layout("clone", 3, "Hi.")
+    with pytest.raises(CosyH3Error, match="version 4"):
+        prompts.layout("sft", 4, "Hi.")
+    with pytest.warns(UserWarning, match="less than half"):
+        prompts.layout("zero_shot", 3, "Hi.", transcript="A long transcript.")
+    with pytest.warns(UserWarning, match="instruction has 200 characters"):
+        prompts.layout("instruct", 3, "Hi.", instruct="x" * 200)
+    with pytest.warns(UserWarning, match="above 60"):
+        prompts.instruction("请" * 61, 2)

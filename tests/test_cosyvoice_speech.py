@@ -250,11 +250,12 @@ def test_notes_are_warnings_unless_taken(model):
         generate(model, TEXT, seed=1, max_seconds=0.4)
 
 
-def test_batch_generate_is_one_after_the_other(model):
+def test_batch_generate_is_what_each_is_alone(model):
     texts = ["Hello.", "There.", "You."]
     results = batch_generate(model, texts, seed=7, voice="bert")
     for r, (text, result) in enumerate(zip(texts, results)):
-        np.testing.assert_array_equal(result.audio, generate(model, text, seed=7 + r, voice="bert").audio)
+        want = generate(model, text, seed=7 + r, voice="bert")
+        assert result.tokens == want.tokens and np.abs(result.audio - want.audio).max() <= 1e-3
     with pytest.raises(CosyH3Error, match="list of texts"):
         batch_generate(model, "Hello.")
     with pytest.raises(CosyH3Error, match="seed"):

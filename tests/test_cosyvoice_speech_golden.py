@@ -47,7 +47,8 @@ def spoken(golden, monkeypatch, streamed=False, **options):
     """The chunks of audio that the golden's tokens become."""
     model, voice, io = golden
     monkeypatch.setattr(type(model), "speech_tokens", lambda self, samples, rate: io["in.token"][0])
-    run = Utterance(model, None, SpeechOptions(voice=voice, **options), streamed, None, None, source=(None, 0))
+    o, source = SpeechOptions(voice=voice, **options), (np.zeros(24000), 24000)
+    run = Utterance(model, None, o, streamed, None, None, source=source)
     return list(run.pieces())
 
 

@@ -3,6 +3,7 @@
 Run: python -m pytest -q tests/test_voice.py
 """
 
+import dataclasses
 import io
 import os
 
@@ -17,6 +18,7 @@ from mlx_cosyh3 import generate, load
 from mlx_cosyh3.convert.front_ends import speech_tokenizer_from
 from mlx_cosyh3.cosyvoice import audio, features, utterance
 from mlx_cosyh3.cosyvoice.campplus import CAMPPlus, CAMPPlusConfig
+from mlx_cosyh3.cosyvoice.modes import check_made_for
 from mlx_cosyh3.cosyvoice.s3tokenizer import S3Tokenizer, S3TokenizerConfig
 from mlx_cosyh3.cosyvoice.voice import Voice
 from mlx_cosyh3.errors import CheckpointError, CosyH3Error
@@ -26,7 +28,7 @@ from tests.small_voice_model import CAMPPLUS, SPEECH, small_voice, write_voice_m
 
 TEXT = "Hello there."
 ARRAYS = ("embedding", "prompt_tokens", "prompt_mel", "transcript_ids")
-REST = ("transcript", "name", "codebook", "sample_rate")
+REST = ("transcript", "name", "codebook", "sample_rate", "made_for")
 
 
 @pytest.fixture(scope="module")
@@ -60,6 +62,7 @@ def test_what_a_voice_holds(model):
         voice.embedding.shape == (192,) and voice.prompt_tokens.shape == (50,) and voice.prompt_mel.shape == (100, 80)
     )
     assert (voice.transcript, voice.name, voice.codebook, voice.seconds) == ("the cat", "me", SPEECH, 2.0)
+    assert voice.made_for == "cosyvoice3"
     assert Voice.from_audio(model, (sound(2), 24000), "  ").transcript is None
     assert generate(model, TEXT, voice=voice, seed=1).mode == "zero_shot"
 
@@ -240,6 +243,33 @@ def test_a_file_that_is_no_voice(tmp_path):
 def test_a_voice_of_another_model_is_refused(model):
     with pytest.raises(CosyH3Error, match="6561 speech tokens, this one has 81: make it again"):
         generate(model, TEXT, voice=small_voice(codebook=6561))
+
+
+def test_a_voice_belongs_to_a_version(model, tmp_path):
+    """The codebooks of CosyVoice 2 and 3 are of one size: only what the voice says of itself tells them apart."""
+    path = tmp_path / "v.safetensors"
+    voice = dataclasses.replace(small_voice(), made_for="cosyvoice2")
+    voice.save(path)
+    assert Voice.load(path).made_for == "cosyvoice2"
+    for use in (lambda v: generate(model, TEXT, voice=v), lambda v: model.convert_voice((sound(1), 24000), v)):
+        with pytest.raises(CosyH3Error, match="was made for CosyVoice 2, this model is CosyVoice 3: make it") as e:
+            use(Voice.load(path))
+        assert "\n" not in str(e.value)
+    dataclasses.replace(voice, made_for="cosyvoice3").save(path)
+    assert generate(model, TEXT, voice=Voice.load(path), seed=1).duration > 0
+    rewrite(path, lambda told: {n: text for n, text in told.items() if n != "made_for"})  # as older files are
+    assert Voice.load(path).made_for == "" and generate(model, TEXT, voice=Voice.load(path), seed=1).duration > 0
+
+
+def test_a_voice_of_another_token_rate():
+    """CosyVoice 1 has models of 50 and of 25 tokens a second, with codebooks of one size."""
+    model = golden_voice_models.model(1)
+    voice = golden_voice_models.voice(1, 40)
+    check_made_for(model, voice)
+    half = dataclasses.replace(voice, prompt_tokens=voice.prompt_tokens[::2])
+    assert (voice.token_rate, half.token_rate, golden_voice_models.voice(1, 0).token_rate) == (50, 25, None)
+    with pytest.raises(CosyH3Error, match="model of 25 speech tokens a second, this one has 50: make it again"):
+        generate(model, TEXT, voice=half)
 
 
 def test_a_voice_that_cannot_be_written_leaves_nothing(tmp_path, monkeypatch):

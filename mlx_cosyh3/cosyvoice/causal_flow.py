@@ -13,9 +13,8 @@ import numpy as np
 from mlx_cosyh3.cosyvoice import cfm, noise
 from mlx_cosyh3.cosyvoice.conv import Conv1d
 from mlx_cosyh3.cosyvoice.qwen2 import CACHE_STEP
+from mlx_cosyh3.cosyvoice.token_flow import MEL, TokenFlow
 from mlx_cosyh3.errors import CosyH3Error
-
-MEL = 80
 
 
 class LookAhead(nn.Module):
@@ -38,7 +37,7 @@ class LookAhead(nn.Module):
         return self.conv2(y) + x, y[:, y.shape[1] - 2 :]
 
 
-class CausalFlow(nn.Module):
+class CausalFlow(TokenFlow):
     """A flow whose frames see, with the streaming mask, their own chunk and what comes before it.
 
     A version gives
@@ -46,16 +45,13 @@ class CausalFlow(nn.Module):
                                          with `modulations(times)` and `chunk_mask(start, frames)`
         make_state()                     an empty state of the network for one step: `caches` (each a KVCache),
                                          `contexts`, a list of whatever else it carries, and `arrays()`
-        encode(x, ahead, streaming, state) -> mu; see `Flow.encode`
+        encode(x, ahead, streaming, state, lengths) -> mu; see `Flow.encode`
         make_encoder_state()             what `encode` carries from tokens to those that follow
         step_bytes                       of the keys and values that a frame leaves in the network, in one step"""
 
     def __init__(self, config, dims):
         """dims   width of the tokens' embedding"""
-        super().__init__()
-        self.input_embedding = nn.Embedding(config.vocab_size, dims)
-        self.spk_embed_affine_layer = nn.Linear(config.spk_embed_dim, MEL)
-        self._vocab, self._guidance = config.vocab_size, config.guidance
+        super().__init__(config, dims)
         self.look_ahead = config.look_ahead  # tokens
         self.chunk = 1  # tokens that `encode` needs together when it streams
         self.chunk_frames = 1  # mel frames that the network needs together
@@ -81,6 +77,33 @@ class CausalFlow(nn.Module):
         mel = self.solve(mu, prompt_mel, self.speaker(embedding), modulations, on_step=on_step, mask=mask)
         return mel[:, prompt_mel.shape[1] :]
 
+    def together(self, rows, *, streaming=False, steps=10, on_step=None):
+        """Mel frames of several utterances in one batch -> a list of float32 [1, n, 80]: each what `self` makes of the
+        row alone, but for what sums in another order round differently.
+
+        rows   (tokens, prompt_tokens, prompt_mel, embedding) of each, as for `self`; the shorter ones are padded
+        The other arguments are those of `self`, the errors, too: one row that has them fails all."""
+        if len(rows) == 1:
+            return [self(*rows[0], streaming=streaming, steps=steps, on_step=on_step)]
+        modulations = self.modulations(steps)
+        each = [self.embed(mx.concatenate([prompt, tokens], axis=1)) for tokens, prompt, _, _ in rows]
+        lengths = [x.shape[1] for x in each]
+        x = mx.concatenate([_padded(x, max(lengths)) for x in each])  # [B, T, C], zeros beyond the ends
+        lengths = None if len(set(lengths)) == 1 else lengths
+        mu = self.encode(x, x[:, :0], streaming, lengths=lengths)  # [B, frames, 80]
+        T, ratio = mu.shape[1], mu.shape[1] // x.shape[1]
+        check_length(T)
+        mask = self.network.chunk_mask(0, T) if streaming else None
+        frames = [ratio * n for n in lengths or [x.shape[1]] * len(rows)]
+        if lengths is not None:
+            mask = both(mask, length_mask(frames + frames, T))
+        cond = mx.concatenate([_padded(mel[:, :T], T) for _, _, mel, _ in rows])
+        speaker = self.speaker(mx.concatenate([embedding for *_, embedding in rows]))
+        velocity = self._velocity(mu, cond, speaker, modulations, mask)
+        noises = mx.broadcast_to(mx.array(noise.cfm_noise(T)), mu.shape)
+        mel = cfm.euler(noises, len(modulations), velocity, self._guidance, on_step)
+        return [mel[r : r + 1, prompt.shape[1] : n] for r, (n, (_, _, prompt, _)) in enumerate(zip(frames, rows))]
+
     def modulations(self, steps):
         """What `solve` takes for so many steps."""
         return self.network.modulations(cfm.times(steps)[0])
@@ -95,8 +118,14 @@ class CausalFlow(nn.Module):
         cond = mx.zeros(mu.shape)
         if start < M:
             cond = mx.concatenate([prompt_mel[:, start : start + T], cond[:, min(T, M - start) :]], axis=1)
+        velocity = self._velocity(mu, cond, speaker, modulations, mask, states, keep)
+        x = mx.array(noise.cfm_noise(start + T)[:, start:])
+        return cfm.euler(x, len(modulations), velocity, self._guidance, on_step)
+
+    def _velocity(self, mu, cond, speaker, modulations, mask, states=None, keep=True):
+        """What `cfm.euler` asks, for B utterances: mu, cond [B, T, 80], speaker [B, 80]."""
         nothing = mx.zeros_like(mu)
-        mu, cond = mx.concatenate([mu, nothing]), mx.concatenate([cond, nothing])  # row 1: without the conditions
+        mu, cond = mx.concatenate([mu, nothing]), mx.concatenate([cond, nothing])  # then without the conditions
         speaker = mx.concatenate([speaker, mx.zeros_like(speaker)])
 
         def velocity(x, k):
@@ -106,21 +135,7 @@ class CausalFlow(nn.Module):
                 mx.async_eval(v, state.arrays())  # lazy ones would keep the whole step alive
             return v
 
-        x = mx.array(noise.cfm_noise(start + T)[:, start:])
-        return cfm.euler(x, len(modulations), velocity, self._guidance, on_step)
-
-    def embed(self, tokens):
-        """int [1, T] -> [1, T, C]. Raises CosyH3Error for a token that is none."""
-        low, high = (tokens.min().item(), tokens.max().item()) if tokens.size else (0, 0)
-        if not 0 <= low <= high < self._vocab:
-            raise CosyH3Error(f"a speech token is outside of 0 to {self._vocab - 1}: {low} to {high}")
-        return self.input_embedding(tokens).astype(mx.float32)
-
-    def speaker(self, embedding):
-        """float32 [1, 192] -> [1, 80]"""
-        embedding = embedding / mx.maximum(mx.sqrt((embedding * embedding).sum(axis=-1, keepdims=True)), 1e-12)
-        project = self.spk_embed_affine_layer
-        return project(embedding.astype(project.weight.dtype)).astype(mx.float32)
+        return velocity
 
     def stream(self, prompt_tokens, prompt_mel, embedding, *, steps=10, memory_budget=None):
         """Chunk-wise generation -> FlowStream. memory_budget: bytes that the network's keys and values may take."""
@@ -215,6 +230,20 @@ def check_length(frames):
             f"{frames / 50:.0f} s of speech, the voice's own included, are too long for one piece: at most "
             f"{noise.FRAMES // 50} s; split the text"
         )
+
+
+def length_mask(lengths, size):
+    """bool [B, 1, 1, size]: what is within each row's length."""
+    return (mx.arange(size) < mx.array(lengths)[:, None])[:, None, None]
+
+
+def both(mask, other):
+    return other if mask is None else mx.logical_and(mask, other)
+
+
+def _padded(x, length):
+    """x [1, T, C] with zeros up to `length`."""
+    return mx.pad(x, [(0, 0), (0, length - x.shape[1]), (0, 0)])
 
 
 class _Kept:

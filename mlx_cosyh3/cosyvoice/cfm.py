@@ -1,8 +1,10 @@
 """Conditional flow matching: from noise to a mel spectrogram in a few Euler steps, shared by all versions.
 
-With guidance: each step asks the network twice, in one batch, with the conditions (row 0) and without (row 1), and goes
-beyond the first away from the second. After upstream's cosyvoice/flow/flow_matching.py.
+With guidance: each step asks the network twice, in one batch, with the conditions (the first rows) and without (as many
+again), and goes beyond the first away from the second. After upstream's cosyvoice/flow/flow_matching.py.
 """
+
+import math
 
 import mlx.core as mx
 import numpy as np
@@ -27,17 +29,26 @@ def times(steps):
     return np.array(out, np.float32).T
 
 
-def euler(x, steps, velocity, guidance, on_step=None):
-    """x float32 [1, T, 80], noise -> float32 [1, T, 80], after `steps` steps of the cosine schedule.
+def sinusoids(times, dims):
+    """The flow's times float32 [S] -> float32 [S, dims]: sines and cosines of 1000 t, at rates from 1 to 1/10000."""
+    half = dims // 2
+    exponents = np.arange(half, dtype=np.float32) * np.float32(-math.log(10000) / (half - 1))
+    rates = np.exp(exponents.astype(np.float64)).astype(np.float32)  # as torch's: angles near 1000 show the last bit
+    angles = 1000 * mx.array(np.asarray(times, np.float32))[:, None] * mx.array(rates)
+    return mx.concatenate([mx.sin(angles), mx.cos(angles)], axis=-1)
 
-    velocity(x, k)   float32 [2, T, 80] at step k for x [2, T, 80]: with the conditions, and without
+
+def euler(x, steps, velocity, guidance, on_step=None):
+    """x float32 [B, T, 80], noise -> float32 [B, T, 80], after `steps` steps of the cosine schedule.
+
+    velocity(x, k)   float32 [2 B, T, 80] at step k for x [2 B, T, 80]: with the conditions, and without
     guidance         how far to go beyond the first
     on_step          called with the number of steps done after each
     Raises CosyH3Error naming the step from which on something is not finite."""
-    finite = []
+    finite, B = [], x.shape[0]
     for k, dt in enumerate(times(steps)[1]):
         v = velocity(mx.concatenate([x, x]), k)
-        x = x + float(dt) * ((1 + guidance) * v[:1] - guidance * v[1:])
+        x = x + float(dt) * ((1 + guidance) * v[:B] - guidance * v[B:])
         finite.append(mx.isfinite(x).all())
         mx.async_eval(x, finite[-1])
         if k > 0:  # one step is computed while the next is set up: no more, so that memory stays flat

@@ -1,7 +1,8 @@
 """Streams of CosyVoice 1 and 2, whose layers look both ways: windows that overlap, each faded into the one before.
 
     vocoder (1, 2)   a window begins with the last frames of the one before, takes over the source that was made for
-                     them, and its audio there is faded in; its own last frames are held back until the next window
+                     them and goes on from it in phase (upstream's starts anew); its audio there is faded
+                     in; its own last frames are held back until the next window
     flow (1)         the same in tokens and mel frames; the ends of the noise and of the text's features are kept, too
 
 After upstream's cosyvoice/cli/model.py, token2wav. What a stream gives depends on where its windows end, so it is not
@@ -63,6 +64,7 @@ class FadedVocoder:
         self._fade = Fade(self._samples, compat)
         self._mel = None  # [1, n, 80]: the last frames of the window before, then those that are new
         self._source = None  # that of the window before, at its last frames
+        self._end, self._in_phase = None, not compat
         self._ended = False
 
     def add(self, mel, last=False):
@@ -77,12 +79,14 @@ class FadedVocoder:
         if known == 0 or (known <= self._frames and not last):
             return mx.zeros((1, 0))
         self._key, now = mx.random.split(self._key)
-        audio, source = self._hift(self._mel, self._source, key=now)
+        audio, source, end = self._hift(self._mel, self._source, self._end, key=now)
         if not last:
             self._mel = self._mel[:, known - self._frames :] + 0
             self._source = source[:, source.shape[1] - self._samples :] + 0
+        if self._in_phase:
+            self._end = end
         audio = self._fade.add(audio, last)
-        mx.eval(audio, self._key, self._mel, [] if self._source is None else self._source)
+        mx.eval(audio, self._key, self._mel, [] if self._source is None else self._source, vars(end))
         return audio
 
 
@@ -109,15 +113,18 @@ class FadedFlow:
         self._fade = Fade(flow.frames(OVERLAP), compat)
         self._tokens, self._cache = [], None
 
-    def add(self, tokens, last=False):
-        """Speech tokens, a list -> mel [1, n, 80]: of all but the overlap with the next window; of all if `last`."""
+    def add(self, tokens, last=False, on_step=None):
+        """Speech tokens, a list -> mel [1, n, 80]: of all but the overlap with the next window; of all if `last`.
+
+        on_step   called with the number of steps done after each, if there is anything to compute"""
         self._tokens = self._tokens + tokens
         if len(self._tokens) <= (0 if last else OVERLAP):
             return mx.zeros((1, 0, MEL))
         self._key, now = mx.random.split(self._key)
         mel, self._cache = self._flow(
-            mx.array([self._tokens]), *self._prompt, key=now, steps=self._steps, cache=self._cache
-        )
+            mx.array([self._tokens]), *self._prompt, key=now, steps=self._steps, cache=self._cache,
+            on_step=on_step,
+        )  # fmt: skip
         self._tokens = self._tokens[-OVERLAP:]
         mel = self._fade.add(mel, last)
         mx.eval(mel, self._key)

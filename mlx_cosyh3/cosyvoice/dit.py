@@ -8,13 +8,13 @@ With the streaming mask a frame sees its own chunk of frames and all earlier one
 then never changes, and `DiTState` keeps it for the chunks that follow.
 """
 
-import math
 from dataclasses import dataclass, fields
 
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
+from mlx_cosyh3.cosyvoice import cfm
 from mlx_cosyh3.cosyvoice.conv import Conv1d
 from mlx_cosyh3.cosyvoice.qwen2 import KVCache
 from mlx_cosyh3.errors import CheckpointError
@@ -108,11 +108,7 @@ class DiT(nn.Module):
 
     def time_embedding(self, times):
         """times float32 [S] -> [S, D]"""
-        half = SINUSOIDS // 2
-        exponents = np.arange(half, dtype=np.float32) * np.float32(-math.log(10000) / (half - 1))
-        rates = np.exp(exponents.astype(np.float64)).astype(np.float32)  # as torch's: angles near 1000 show the last bit
-        angles = 1000 * mx.array(np.asarray(times, np.float32))[:, None] * mx.array(rates)
-        e = mx.concatenate([mx.sin(angles), mx.cos(angles)], axis=-1).astype(self.time_in.weight.dtype)
+        e = cfm.sinusoids(times, SINUSOIDS).astype(self.time_in.weight.dtype)
         return self.time_out(silu(self.time_in(e)))
 
     def __call__(self, x, cond, mu, spks, modulations, mask=None, state=None):

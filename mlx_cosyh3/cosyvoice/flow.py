@@ -67,12 +67,13 @@ class Flow(CausalFlow):
     def make_state(self):
         return DiTState(self._config.depth)
 
-    def encode(self, x, ahead, streaming, state=None):
-        """mu float32 [1, frames, 80] of embedded tokens x [1, T, C].
+    def encode(self, x, ahead, streaming, state=None, lengths=None):
+        """mu float32 [B, frames, 80] of embedded tokens x [B, T, C].
 
-        ahead       [1, n <= look-ahead, C]: the tokens that follow (zeros beyond)
+        ahead       [B, n <= look-ahead, C]: the tokens that follow (zeros beyond)
         streaming   whether tokens see no further than their chunk and those; here they never do
-        state       of `make_encoder_state`, for the tokens before x; moves on"""
+        state       of `make_encoder_state`, for the tokens before x; moves on
+        lengths     tokens of each row, where they differ: x is zeros from there on; here that is all it takes"""
         x, hidden = self.pre_lookahead_layer(x, ahead, None if state is None else state.hidden)
         if state is not None:
             state.hidden = hidden

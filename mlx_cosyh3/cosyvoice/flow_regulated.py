@@ -14,13 +14,13 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 import mlx.nn as nn
-import numpy as np
 
 from mlx_cosyh3.cosyvoice import cfm, conformer, unet
-from mlx_cosyh3.cosyvoice.causal_flow import MEL, CausalFlow
 from mlx_cosyh3.cosyvoice.conformer import EncoderConfig, RelativeEncoder
 from mlx_cosyh3.cosyvoice.conv import Conv1d
 from mlx_cosyh3.cosyvoice.dit import mish
+from mlx_cosyh3.cosyvoice.interpolate import interpolate
+from mlx_cosyh3.cosyvoice.token_flow import MEL, TokenFlow
 from mlx_cosyh3.cosyvoice.unet import UNet, UNetConfig
 from mlx_cosyh3.errors import CheckpointError, CosyH3Error, nearest
 
@@ -118,20 +118,16 @@ class LengthRegulator(nn.Module):
         return self.out(h)
 
 
-class RegulatedFlow(nn.Module):
+class RegulatedFlow(TokenFlow):
     def __init__(self, config):
-        super().__init__()
+        super().__init__(config, config.input_size)
         encoder = config.encoder
-        self.input_embedding = nn.Embedding(config.vocab_size, config.input_size)
-        self.spk_embed_affine_layer = nn.Linear(config.spk_embed_dim, MEL)
         heads, hidden, blocks = encoder.attention_heads, encoder.linear_units, encoder.num_blocks
         self.encoder = RelativeEncoder(encoder.input_size, encoder.output_size, heads, hidden, blocks)
         self.encoder_proj = nn.Linear(encoder.output_size, MEL)
         self.length_regulator = LengthRegulator(MEL, config.regulator_layers)
         self.unet = UNet(config.unet)
-        self._vocab, self._rate, self._guidance = config.vocab_size, config.input_frame_rate, config.guidance
-
-    embed, speaker = CausalFlow.embed, CausalFlow.speaker  # the same in all versions
+        self._rate = config.input_frame_rate
 
     def frames(self, tokens):
         """How many mel frames so many tokens become. In upstream's order, which its rounding depends on."""
@@ -187,20 +183,6 @@ class RegulatedFlow(nn.Module):
         speaker = mx.concatenate([speaker, mx.zeros_like(speaker)])
         velocity = lambda x, k: self.unet(x, cond, mu, speaker, modulations[k])  # noqa: E731
         return cfm.euler(noise, len(modulations), velocity, self._guidance, on_step)
-
-
-def interpolate(x, size):
-    """x [B, T, C] -> [B, size, C], linearly along time, as torch does it with align_corners=False.
-
-    Its rounding, too: the float32 ratio, then a fused multiply-add. It moves positions near 10000 by a thousandth."""
-    T = x.shape[1]
-    if T == size:
-        return x
-    ratio = np.float64(np.float32(T) / np.float32(size))
-    at = np.maximum(ratio * (np.arange(size) + 0.5) - 0.5, 0).astype(np.float32)
-    below = np.minimum(at.astype(np.int32), T - 1)
-    share = mx.array((at - below).clip(0, 1).astype(np.float32))[:, None]
-    return (1 - share) * x[:, mx.array(below)] + share * x[:, mx.array(np.minimum(below + 1, T - 1))]
 
 
 SAME = ("input_embedding", "spk_embed_affine_layer", "encoder_proj")

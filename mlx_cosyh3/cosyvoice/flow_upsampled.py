@@ -11,7 +11,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_cosyh3.cosyvoice import conformer, unet
-from mlx_cosyh3.cosyvoice.causal_flow import MEL, CausalFlow, LookAhead
+from mlx_cosyh3.cosyvoice.causal_flow import MEL, CausalFlow, LookAhead, both, length_mask
 from mlx_cosyh3.cosyvoice.conformer import EncoderConfig, RelativeEncoder, chunk_mask
 from mlx_cosyh3.cosyvoice.conv import Conv1d
 from mlx_cosyh3.cosyvoice.unet import UNet, UNetConfig
@@ -73,19 +73,25 @@ class UpsamplingEncoder(nn.Module):
         self.frames = RelativeEncoder(dims, dims, heads, hidden, FRAME_LAYERS)
         self._chunk = chunk
 
-    def __call__(self, x, ahead, streaming=False, state=None):
-        """x [1, T, C] tokens, `ahead` [1, n <= look-ahead, C] those that follow (zeros beyond) -> [1, 2 T, D].
+    def __call__(self, x, ahead, streaming=False, state=None, lengths=None):
+        """x [B, T, C] tokens, `ahead` [B, n <= look-ahead, C] those that follow (zeros beyond) -> [B, 2 T, D].
 
         streaming   tokens and frames see their chunk and what is before it, else all
-        state       EncoderState of the tokens before x; moves on"""
+        state       EncoderState of the tokens before x; moves on
+        lengths     tokens of each row, where they differ, with neither `ahead` nor `state`: none sees beyond its row"""
         state = self.make_state() if state is None else state
         T, start = x.shape[1], state.tokens[0].offset
         masks = [chunk_mask(n * T, n * self._chunk, n * start) if streaming else None for n in (1, RATIO)]
         h = self.tokens.embed(mx.concatenate([x, ahead], axis=1))
+        if lengths is not None:
+            h = h * (mx.arange(T) < mx.array(lengths)[:, None])[..., None]  # for the look-ahead
+            masks = [both(m, length_mask([n * L for L in lengths], n * T)) for n, m in zip((1, RATIO), masks)]
         h, state.hidden = self.look_ahead(h[:, :T], h[:, T:], state.hidden)
         h = self.tokens.layers_only(h, masks[0], state.tokens)
         h = mx.repeat(h, RATIO, axis=1)
-        before = mx.zeros((1, KERNEL - 1, h.shape[2]), dtype=h.dtype) if state.context is None else state.context
+        before = state.context
+        if before is None:
+            before = mx.zeros((h.shape[0], KERNEL - 1, h.shape[2]), dtype=h.dtype)
         h = mx.concatenate([before, h], axis=1)
         state.context = h[:, h.shape[1] - (KERNEL - 1) :]
         return self.frames(self.upsample(h), masks[1], state.frames)
@@ -127,10 +133,10 @@ class UpsampledFlow(CausalFlow):
         """Of keys and values that a frame leaves in all layers, with the conditions and without."""
         return 2 * self.unet.bytes_per_frame
 
-    def encode(self, x, ahead, streaming, state=None):
-        """mu float32 [1, frames, 80] of embedded tokens x [1, T, C]; the arguments are those of UpsamplingEncoder."""
+    def encode(self, x, ahead, streaming, state=None, lengths=None):
+        """mu float32 [B, frames, 80] of embedded tokens x [B, T, C]; the arguments are those of UpsamplingEncoder."""
         dtype = self.encoder_proj.weight.dtype
-        h = self.encoder(x.astype(dtype), ahead.astype(dtype), streaming, state)
+        h = self.encoder(x.astype(dtype), ahead.astype(dtype), streaming, state, lengths)
         return self.encoder_proj(h).astype(mx.float32)
 
     def make_encoder_state(self):

@@ -30,28 +30,28 @@ class CentredHiFT(Decoder):
         self.m_source = CentredSource(c)
         self.f0_predictor = F0Predictor(c.in_channels, c.f0_predictor["cond_channels"], causal=False)
 
-    def __call__(self, mel, cache_source=None, *, key):
-        """mel [B, T, 80] -> (audio, source), both fp32 [B, N] with N = T * samples_per_frame.
+    def __call__(self, mel, cache_source=None, end=None, *, key):
+        """mel [B, T, 80] -> (audio, source, SourceEnd), the first two fp32 [B, N] with N = T * samples_per_frame.
 
         cache_source   [B, L], L <= N: the source of the overlap with the chunk before, taken in place of a new one
+        end            SourceEnd of the chunk before: the source goes on in phase with it; None: from 0, as upstream
         key            an MLX random key: the source's noise and phases
         Raises CosyH3Error, naming the stage, when numbers are not finite."""
         draws = self.m_source.draw(mel.shape[0], mel.shape[1], key)
-        return self.render(mel, *draws, cache_source)
+        return self.render(mel, *draws, cache_source, end)
 
-    def render(self, mel, noise, phases, cache_source=None):
+    def render(self, mel, noise, phases, cache_source=None, end=None):
         """As __call__, with the random numbers given (see CentredSource.draw)."""
         c = self.config
         if mel.ndim != 3 or mel.shape[2] != c.in_channels or mel.shape[1] == 0:
             raise CosyH3Error(f"a vocoder's mel must be [batch, frames, {c.in_channels}], not {list(mel.shape)}")
+        kept, samples = 0 if cache_source is None else cache_source.shape[1], mel.shape[1] * c.samples_per_frame
+        if kept > samples:
+            raise CosyH3Error(f"cache_source has {kept} samples, more than the {samples} of this chunk")
         f0 = self.f0_predictor(mel)
-        source = self.m_source(f0, noise, phases)
-        if cache_source is not None and cache_source.shape[1]:
-            if cache_source.shape[1] > source.shape[1]:
-                raise CosyH3Error(
-                    f"cache_source has {cache_source.shape[1]} samples, more than the {source.shape[1]} of this chunk"
-                )
-            source = mx.concatenate([cache_source, source[:, cache_source.shape[1] :]], axis=1)
+        source, following = self.m_source(f0, noise, phases, (cache_source, end) if kept and end is not None else None)
+        if kept and end is None:
+            source = mx.concatenate([cache_source, source[:, kept:]], axis=1)
         dtype = self.conv_pre.weight.dtype
         spectra = self._stft.frames(self._stft.reflect(source, True, True))
         y = self.decode(mel.astype(dtype), spectra.astype(dtype))
@@ -59,4 +59,4 @@ class CentredHiFT(Decoder):
         audio = mx.clip(audio, -c.audio_limit, c.audio_limit)
         stages = {"mel (the flow's work)": mel, "pitch predictor": f0, "harmonic source": source, "decoder": y}
         check_finite(stages, audio, source)
-        return audio, source
+        return audio, source, following

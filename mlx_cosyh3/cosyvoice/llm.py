@@ -140,9 +140,9 @@ class SpeechLM(nn.Module):
         """embeddings [B, T, D] -> logits fp32 [B, T, speech_vocab_size]; `cache` moves on by T positions."""
         return self._head(self.qwen2(embeddings, self.make_cache() if cache is None else cache))
 
-    def last_logits(self, embeddings, cache):
-        """Logits fp32 [B, speech_vocab_size] of the last position alone."""
-        return self._head(self.qwen2(embeddings, cache)[:, -1])
+    def last_logits(self, embeddings, cache, rows=None):
+        """Logits fp32 [B, speech_vocab_size] of the last position alone. rows: see `Qwen2`."""
+        return self._head(self.qwen2(embeddings, cache, rows)[:, -1])
 
     def _head(self, hidden):
         return self.llm_decoder(hidden).astype(mx.float32)
@@ -197,7 +197,7 @@ class SpeechLM(nn.Module):
                 "which CosyVoice 3 needs: put it after the instruction, or before the text"
             )
         prefix = lambda: self.embed_prefix(text_ids, prompt_text_ids, prompt_speech)  # noqa: E731
-        return SpeechTokens(self, options, key, lambda t: t.at_once(len(text_ids), prefix))
+        return SpeechTokens(self, options, key, Whole(len(text_ids), prefix))
 
     def generate_from_stream(self, text_id_iterator, prompt_text_ids, prompt_speech, options, key, compat=False):
         """`generate` for text whose ids arrive one by one: speech starts after the first few -> SpeechTokens.
@@ -237,9 +237,10 @@ class SpeechTokens:
     finish_reason   "stop" (the model was done) or "length" (a limit cut it); None until the iterator has ended"""
 
     def __init__(self, lm, options, key, plan):
-        """`plan`: what makes the generator of ids, from this object."""
+        """`plan`: what makes the generator of ids, from this object; a Whole can also be decoded with others."""
         self.finish_reason = None
-        self._lm, self._options, self._key = lm, options, key
+        self.plan, self.options, self.key = plan, options, key
+        self._lm = lm
         self._cache, self._sampler = lm.make_cache(), options.sampler()
         if not (self._sampler.greedy or isinstance(key, RecordedDraws)):
             if not (isinstance(key, mx.array) and key.shape == (2,) and key.dtype == mx.uint32):
@@ -257,19 +258,17 @@ class SpeechTokens:
         """Make no more of them."""
         self._ids.close()
 
-    def at_once(self, text_length, prefix):
-        """A plan: the ids that follow on all embeddings that `prefix()` makes, for a text of so many ids."""
-        lm, o = self._lm, self._options
+    def at_once(self, whole):
+        """The plan of a Whole."""
         self._start()
-        limit, least = int(text_length * o.max_ratio), int(text_length * o.min_ratio)
-        limit = limit if o.max_tokens is None else min(limit, o.max_tokens)
-        not_yet = self._keep(lambda i: i != lm.config.speech_token_size)
-        _, ended = yield from self._speak([prefix()], limit, lambda n: not_yet if n < least else None)
+        least, limit = whole.bounds(self.options)
+        not_yet = self._keep(lambda i: i != self._lm.config.speech_token_size)
+        _, ended = yield from self._speak([whole.prefix()], limit, lambda n: not_yet if n < least else None)
         self.finish_reason = "stop" if ended else "length"
 
     def taking_turns(self, text_ids, prompt_text, prompt_speech, compat):
         """A plan: blocks of mix_ratio text and speech ids, the prompt's first; in the end the rest of the text."""
-        lm, o, c = self._lm, self._options, self._lm.config
+        lm, o, c = self._lm, self.options, self._lm.config
         self._start()
         text_block, speech_block = c.mix_ratio
         speech_ids = lambda i: i < c.speech_token_size  # noqa: E731
@@ -324,7 +323,7 @@ class SpeechTokens:
 
     def _start(self):
         """Set up what takes MLX, in the thread that iterates."""
-        draws = None if self._sampler.greedy else self._key
+        draws = None if self._sampler.greedy else self.key
         self._state = self._sampler.start(KeyDraws.start(draws) if isinstance(draws, mx.array) else draws)
         self._count, self._last = 0, None  # of the speech ids handed out
 
@@ -368,15 +367,34 @@ class SpeechTokens:
         ids, lse = drawn
         token = ids.item()
         if not math.isfinite(lse.item()):
-            raise CosyH3Error(
-                f"the speech language model gave a non-finite value (inf or NaN) at token {self._count + 1}: "
-                "try --dtype float32"
-            )
+            raise not_finite(self._count + 1)
         if token < self._lm.config.speech_token_size:
             self._count, self._last = self._count + 1, token
         if self._count % CLEAR_EVERY == CLEAR_EVERY - 1:
             mx.clear_cache()
         return token
+
+
+@dataclass
+class Whole:
+    """A plan: the ids that follow on all embeddings that `prefix()` makes, for a text of `text_length` ids."""
+
+    text_length: int
+    prefix: object
+
+    def __call__(self, tokens):
+        return tokens.at_once(self)
+
+    def bounds(self, o):
+        """(least, most) speech ids under LMOptions `o`."""
+        limit = int(self.text_length * o.max_ratio)
+        return int(self.text_length * o.min_ratio), limit if o.max_tokens is None else min(limit, o.max_tokens)
+
+
+def not_finite(token):
+    return CosyH3Error(
+        f"the speech language model gave a non-finite value (inf or NaN) at token {token}: try --dtype float32"
+    )
 
 
 def checked_ids(ids, count, what):

@@ -15,7 +15,7 @@ import mlx.nn as nn
 import numpy as np
 from mlx.utils import tree_flatten, tree_map_with_path
 
-from mlx_cosyh3.cosyvoice import audio, features, voice
+from mlx_cosyh3.cosyvoice import abilities, audio, features, voice
 from mlx_cosyh3.cosyvoice.campplus import CAMPPlus, CAMPPlusConfig
 from mlx_cosyh3.cosyvoice.s3tokenizer import S3Tokenizer, S3TokenizerConfig
 from mlx_cosyh3.cosyvoice.special_tokens import TAGS
@@ -83,8 +83,8 @@ class CosyVoice(nn.Module, SpeechGeneration):
     @property
     def abilities(self):
         """One line: what can be asked of it."""
-        streamed = "streamed, also from text in pieces" if self.text_in_pieces else "streamed"
-        return f"zero_shot, cross_lingual, instruct, sft and voice conversion, at once or {streamed}"
+        lacking = [name for name in FRONT_ENDS if name not in self]
+        return abilities.line(abilities.modes(self.version, self.text_in_pieces, lacking, self.voices))
 
     def need(self, *parts):
         """Raise CosyH3Error unless the model has these front ends."""
@@ -177,7 +177,7 @@ class CosyVoice(nn.Module, SpeechGeneration):
         raise NotImplementedError
 
     def mel_stream(self, prompt, o, key):
-        """-> object whose add(tokens, last) gives the mel that is known now."""
+        """-> object whose add(tokens, last, on_step) gives the mel that is known now."""
         stream = self.flow.stream(*prompt, steps=o.steps)
         return LastInFull(self.flow, stream, prompt, o.steps) if o.compat else stream
 
@@ -215,11 +215,12 @@ class LastInFull:
         self._flow, self._stream, self._prompt, self._steps = flow, stream, prompt, steps
         self._said = []
 
-    def add(self, tokens, last=False):
+    def add(self, tokens, last=False, on_step=None):
         self._said += tokens
         if not last:
-            return self._stream.add(tokens)
-        return self._flow(mx.array([self._said]), *self._prompt, steps=self._steps)[:, self._stream.frames :]
+            return self._stream.add(tokens, on_step=on_step)
+        mel = self._flow(mx.array([self._said]), *self._prompt, steps=self._steps, on_step=on_step)
+        return mel[:, self._stream.frames :]
 
 
 def build(cls, config):

@@ -9,19 +9,10 @@ def choose(model, o, converting=False):
 
     converting   a recording is to be spoken with the voice, instead of a text"""
     voice, named = find(model, o.voice), isinstance(o.voice, str) or o.voice is None
-    if voice.codebook not in (0, model.codebook):
-        raise CosyH3Error(
-            f"the voice {voice.name!r} was made for a model with {voice.codebook} speech tokens, this one has "
-            f"{model.codebook}: make it again with this model"
-        )
-    if voice.has_prompt and voice.sample_rate != model.sample_rate:
-        raise CosyH3Error(
-            f"the voice {voice.name!r} was made for a model of {voice.sample_rate} Hz, this one has "
-            f"{model.sample_rate}: make it again with this model"
-        )
+    check_made_for(model, voice)
     if converting:
         return voice, "convert"
-    known = voice.transcript is not None or voice.transcript_ids is not None
+    known = voice.is_told
     mode = o.mode
     if mode is None and o.instruct:
         mode = "instruct"
@@ -56,3 +47,28 @@ def find(model, voice):
     if not isinstance(voice, Voice):
         raise CosyH3Error(f"voice must be a Voice or the name of one, not {type(voice).__name__}")
     return voice
+
+
+def check_made_for(model, voice):
+    """Raise CosyH3Error for a Voice of another model. What it does not say of itself, or has not got, fits any."""
+    again = "make it again with this model"
+    if voice.made_for not in ("", f"cosyvoice{model.version}"):
+        raise CosyH3Error(
+            f"the voice {voice.name!r} was made for {voice.made_for.replace('cosyvoice', 'CosyVoice ')}, this model is "
+            f"CosyVoice {model.version}: {again}"
+        )
+    if voice.codebook not in (0, model.codebook):
+        raise CosyH3Error(
+            f"the voice {voice.name!r} was made for a model with {voice.codebook} speech tokens, this one has "
+            f"{model.codebook}: {again}"
+        )
+    if voice.has_prompt and voice.sample_rate != model.sample_rate:
+        raise CosyH3Error(
+            f"the voice {voice.name!r} was made for a model of {voice.sample_rate} Hz, this one has "
+            f"{model.sample_rate}: {again}"
+        )
+    if voice.token_rate not in (None, model.token_rate):
+        raise CosyH3Error(
+            f"the voice {voice.name!r} was made for a model of {voice.token_rate} speech tokens a second, this one has "
+            f"{model.token_rate}: {again}"
+        )

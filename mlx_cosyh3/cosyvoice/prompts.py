@@ -12,7 +12,7 @@ speakers; <|endofprompt|> is no token of its vocabulary but plain text. The lang
 import warnings
 
 from mlx_cosyh3.cosyvoice.special_tokens import END_OF_PROMPT, TAGS, check_tags
-from mlx_cosyh3.cosyvoice.text import HAN, take_head
+from mlx_cosyh3.cosyvoice.text import HAN, normalize, take_head
 from mlx_cosyh3.errors import CosyH3Error
 
 SYSTEM = "You are a helpful assistant."
@@ -21,7 +21,7 @@ MODES = ("zero_shot", "cross_lingual", "instruct", "sft")
 LONGEST_INSTRUCTION = 160  # characters (60 of Chinese); the known ones have at most half of that
 
 
-def layout(mode, version, text, transcript=None, instruct=None, note=warnings.warn, tags=TAGS):
+def layout(mode, version, text, transcript=None, instruct=None, note=warnings.warn, tags=TAGS, normalise=True):
     """(prompt_text, text) to tokenise for one segment; the model reads them one after the other.
 
     mode         one of MODES (voice conversion has no text)
@@ -33,6 +33,7 @@ def layout(mode, version, text, transcript=None, instruct=None, note=warnings.wa
     instruct     instruct: "Please speak very softly.", with or without the system prefix and <|endofprompt|>
     note         called with one line when the prompt may spoil the speech; None: silent
     tags         that the model knows: `tokenizer.tags` in version 1
+    normalise    read numbers and signs of transcript and instruction as words, where upstream does: see `as_read`
     """
     if mode not in MODES:
         raise CosyH3Error(f"mode {mode!r} is unknown; modes are {', '.join(MODES)}")
@@ -49,13 +50,22 @@ def layout(mode, version, text, transcript=None, instruct=None, note=warnings.wa
             raise CosyH3Error("the voice's transcript is empty; give what its clip says, or use cross_lingual mode")
         if note and body and 2 * len(body) < len(take_head(transcript)[1]):
             note(f"the text {body[:30]!r} is less than half as long as the voice's transcript; the speech may be poor")
-        return (with_prefix(transcript) if version == 3 else transcript), body
+        return (with_prefix(transcript) if version == 3 else as_read(transcript, normalise)), body
     if mode == "instruct":
         _no_instruction(head, mode)
+        if isinstance(instruct, str):
+            instruct = as_read(instruct, normalise and version == 1)
         return instruction(instruct, version, note, tags), body
     if version < 3 or head:  # a head that the user wrote is kept as it is
         return "", head + body
     return "", (PREFIX if mode == "cross_lingual" else END_OF_PROMPT) + body
+
+
+def as_read(text, normalise):
+    """A prompt of one piece: `text` with its numbers and signs as words, unless it holds a special token.
+
+    Upstream reads so the transcripts of versions 1 and 2 and the instructions of version 1; it adds no full stop."""
+    return normalize(text) if normalise and text.strip() and "<|" not in text else text
 
 
 def with_prefix(text):

@@ -122,15 +122,18 @@ class Attention(nn.Module):
             for name in ("q_proj", "k_proj", "v_proj"):
                 del self[name]
 
-    def __call__(self, x, cache, residual, offset):
-        """x [B, T, D] -> [B, T, D], `residual` added; `cache` (a KVCache) moves on by T positions from `offset` on."""
+    def __call__(self, x, cache, residual, offset, mask=None):
+        """x [B, T, D] -> [B, T, D], `residual` added; `cache` (a KVCache) moves on by T positions from `offset` on.
+
+        offset   int, or int32 [B]: one for each row
+        mask     bool, broadcast to [B, 1, T, S], in place of the causal one"""
         if "qkv_proj" in self:
             qkv = self.qkv_proj(x)
         else:
             qkv = mx.concatenate([self.q_proj(x), self.k_proj(x), self.v_proj(x)], axis=-1)
-        return plus(self.o_proj, self.attend(qkv, cache, offset), residual)
+        return plus(self.o_proj, self.attend(qkv, cache, offset, mask), residual)
 
-    def attend(self, qkv, cache, offset):
+    def attend(self, qkv, cache, offset, mask=None):
         """q, k and v side by side, [B, T, D + 2 kv heads * hd] -> [B, T, D]"""
         B, T, _ = qkv.shape
         hd, H = self._head_dim, self._heads
@@ -138,7 +141,7 @@ class Attention(nn.Module):
         turned = (H + heads.shape[1]) // 2  # q's and k's
         qk = mx.fast.rope(heads[:, :turned], hd, traditional=False, base=self._base, scale=1.0, offset=offset)
         k, v = cache.append(qk[:, H:], heads[:, turned:])
-        return self._attend(qk[:, :H], k, v).reshape(B, T, H * hd)
+        return self._attend(qk[:, :H], k, v, mask).reshape(B, T, H * hd)
 
     def attend_turned(self, qkv, cache):
         """`attend` for one token of one sequence whose q and k are turned already: [..] -> [D]"""
@@ -147,9 +150,9 @@ class Attention(nn.Module):
         k, v = cache.append_both(heads[:, H:])
         return self._attend(heads[:, :H], k, v).reshape(-1)
 
-    def _attend(self, q, k, v):
+    def _attend(self, q, k, v, mask=None):
         # "causal" lines up the ends: the last query sees all keys, whatever was in the cache before.
-        mask = "causal" if q.shape[2] > 1 else None
+        mask = "causal" if mask is None and q.shape[2] > 1 else mask
         return mx.fast.scaled_dot_product_attention(q, k, v, scale=q.shape[-1] ** -0.5, mask=mask).swapaxes(1, 2)
 
     def turns(self, positions):
@@ -187,8 +190,8 @@ class Layer(nn.Module):
         self.mlp = MLP(c)
         self._fused = None
 
-    def __call__(self, x, cache, offset):
-        x = self.self_attn(self.input_layernorm(x), cache, x, offset)
+    def __call__(self, x, cache, offset, mask=None):
+        x = self.self_attn(self.input_layernorm(x), cache, x, offset, mask)
         return self.mlp(self.post_attention_layernorm(x), x)
 
     def pieces(self):
@@ -247,16 +250,20 @@ class Qwen2(nn.Module):
     def make_cache(self):
         return [JointCache() for _ in self.layers]
 
-    def __call__(self, embeddings, cache):
-        """embeddings [B, T, D] -> hidden states [B, T, D] after the last norm; `cache` moves on by T positions."""
-        x, position = embeddings, cache[0].offset
-        if x.shape[:2] == (1, 1) and self._can_fuse(x.dtype):
+    def __call__(self, embeddings, cache, rows=None):
+        """embeddings [B, T, D] -> hidden states [B, T, D] after the last norm; `cache` moves on by T positions.
+
+        rows   ragged.Rows, where those of the cache are of different lengths"""
+        x, position, mask = embeddings, cache[0].offset, None
+        if rows is not None:
+            position, mask = rows.positions, rows.mask
+        elif x.shape[:2] == (1, 1) and self._can_fuse(x.dtype):
             turn, x = self._turn(position), x[0, 0]
             for layer, kv in zip(self.layers, cache):
                 x = layer.fused(x, kv, turn)
             return self.norm(x)[None, None]
         for layer, kv in zip(self.layers, cache):
-            x = layer(x, kv, position)
+            x = layer(x, kv, position, mask)
         return self.norm(x)
 
     def _can_fuse(self, dtype):

@@ -45,6 +45,48 @@ class KeyDraws(NamedTuple):
         return self.start(self.keys) if self.step + 1 == BLOCK else self._replace(step=self.step + 1)
 
 
+class RowDraws(NamedTuple):
+    """The KeyDraws of rows that began at different times: each row draws what it draws alone."""
+
+    keys: mx.array  # uint32 [B, 2], of each row's next block
+    block: mx.array  # fp32 [B, BLOCK, 2]
+    at: mx.array  # int32 [B, 1, 1]: the step of each row within its block
+    steps: tuple  # the same
+
+    @classmethod
+    def start(cls, key):
+        """One row that begins. `key`: uint32 [2]."""
+        keys, block, _ = KeyDraws.start(key)
+        return cls(keys, block, mx.array([[[0]]], dtype=mx.int32), (0,))
+
+    @classmethod
+    def join(cls, several):
+        keys, block, at = (mx.concatenate([getattr(d, name) for d in several]) for name in ("keys", "block", "at"))
+        return cls(keys, block, at, sum((d.steps for d in several), ()))
+
+    def take(self, rows):
+        """Those of the rows with these indices, a list."""
+        picked = mx.array(rows)
+        return RowDraws(self.keys[picked], self.block[picked], self.at[picked], tuple(self.steps[r] for r in rows))
+
+    def pair(self):
+        at = mx.broadcast_to(self.at, (len(self.steps), 1, 2))
+        return mx.take_along_axis(self.block, at, axis=1)[:, 0]
+
+    def after(self, fell_back):
+        steps = tuple((s + 1) % BLOCK for s in self.steps)
+        if 0 not in steps:
+            return self._replace(at=self.at + 1, steps=steps)
+        over = mx.array([s == 0 for s in steps])[:, None]
+        fresh = KeyDraws.start(self.keys)  # of all, for those few
+        return RowDraws(
+            mx.where(over, fresh.keys, self.keys),
+            mx.where(over[..., None], fresh.block, self.block),
+            (self.at + 1) % BLOCK,
+            steps,
+        )
+
+
 class RecordedDraws(NamedTuple):
     """Uniform numbers from a list, taken one after the other: one a step, two where a second draw is made.
 

@@ -10,6 +10,7 @@ round alike, and take the sine in float64, on the CPU stream, since a GPU's sine
 """
 
 import math
+from dataclasses import dataclass
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -90,21 +91,42 @@ class CentredSource(Source):
         phases = mx.random.uniform(-math.pi, math.pi, (batch, c.nb_harmonics + 1), key=keys[1])
         return normal, phases
 
-    def __call__(self, f0, normal, phases):
-        """f0 [B, T] in Hz, fp32 -> source [B, N]. `phases` are those of the harmonics; the fundamental starts at 0,
-        and CosyVoice 2 has none."""
-        hop = self._config.samples_per_frame
+    def __call__(self, f0, normal, phases, before=None):
+        """f0 [B, T] in Hz, fp32 -> (source [B, N], SourceEnd). `phases` are those of the harmonics; the fundamental
+        starts at 0, and CosyVoice 2 has none.
+
+        before   (source [B, L], SourceEnd) of whole frames that this one begins with: it goes on from them in phase"""
+        hop, lead = self._config.samples_per_frame, 0
+        kept, turns = None, None
+        if before is not None:
+            kept, end = before
+            f0, turns, phases = f0[:, kept.shape[1] // hop :], end.turns, end.phases
         with mx.stream(mx.cpu):
             if self.by_sample:
-                total = sum_turns(self.steps(mx.repeat(f0, hop, axis=1))).astype(mx.float32)
+                total = sum_turns(self.steps(mx.repeat(f0, hop, axis=1)), turns)
                 offset = mx.concatenate([mx.zeros_like(phases[:, :1]), phases[:, 1:]], axis=1)
-                phase = 2 * math.pi * (total % 1) + offset[:, None]
+                phase = 2 * math.pi * (total.astype(mx.float32) % 1) + offset[:, None]
             else:
-                total = sum_turns(self.steps(f0) % 1).astype(mx.float32)
-                phase = _in_a_line(total * 2 * math.pi * hop, hop)
+                total = sum_turns(self.steps(f0) % 1, turns)
+                if before is not None:  # the line goes on from the middle of the last frame
+                    lead = hop // 2
+                    kept, f0 = kept[:, : kept.shape[1] - lead], mx.concatenate([end.f0, f0], axis=1)
+                    total = mx.concatenate([turns, total], axis=1)
+                phase = _in_a_line(total.astype(mx.float32) * 2 * math.pi * hop, hop)[:, lead:]
             sines = self._config.nsf_alpha * sine(phase)  # [B, N, harmonics]
-        voiced, level = self.levels(mx.repeat(f0, hop, axis=1)[:, :, None])
-        return self.mix(sines * voiced + level * normal)
+            end = SourceEnd(total[:, -1:] % 1, f0[:, -1:], phases)
+        voiced, level = self.levels(mx.repeat(f0, hop, axis=1)[:, lead:, None])
+        source = self.mix(sines * voiced + level * normal[:, normal.shape[1] - sines.shape[1] :])
+        return source if kept is None else mx.concatenate([kept, source], axis=1), end
+
+
+@dataclass
+class SourceEnd:
+    """Where a CentredSource ended, for one that goes on from there."""
+
+    turns: mx.array  # float64 [B, 1, harmonics]: at the last sample (CosyVoice 1), in the middle of the last frame (2)
+    f0: mx.array  # [B, 1], of the last frame
+    phases: mx.array  # [B, harmonics]
 
 
 def _in_a_line(x, rate):

@@ -1,13 +1,14 @@
 """Tempo without pitch: the mel is stretched before the vocoder, as upstream does for speed != 1 (offline there only).
 
-Frame i of the result is a mix of the two input frames around (i + 0.5) * T / n - 0.5, with n = int(T / speed) frames
-in all (torch's linear interpolation, align_corners=False).
+T frames become n = int(T / speed), each a mix of two: see `interpolate.py`.
 """
 
 import math
 
 import mlx.core as mx
+import numpy as np
 
+from mlx_cosyh3.cosyvoice.interpolate import between, interpolate
 from mlx_cosyh3.errors import CosyH3Error
 
 SLOWEST, FASTEST = 0.5, 2.0
@@ -20,7 +21,7 @@ def change_speed(mel, speed):
     n = int(frames / speed)
     if n == 0:
         raise CosyH3Error(f"{frames} mel frames at speed {speed} leave no frame: give more text, or a lower speed")
-    return _mix(mel, [(i + 0.5) * (frames / n) - 0.5 for i in range(n)])
+    return interpolate(mel.astype(mx.float32), n)
 
 
 def check_speed(speed):
@@ -57,19 +58,8 @@ class SpeedStream:
         where = [position(i) for i in range(self._made, end)]
         if not where:
             return mel[:, :0].astype(mx.float32)
-        out = _mix(self._mel, [p - self._first for p in where])
+        out = between(self._mel.astype(mx.float32), np.array(where) - self._first)
         self._made = end
         keep = min(max(0, math.floor(position(end))), self._arrived - 1)  # the first frame still needed
         self._mel, self._first = self._mel[:, keep - self._first :], keep
         return out
-
-
-def _mix(mel, positions):
-    """Linear interpolation of mel [B, T, C] at fractional frames, those outside taken as the ends."""
-    last = mel.shape[1] - 1
-    positions = [min(max(p, 0.0), last) for p in positions]
-    below = [min(int(p), last) for p in positions]
-    share = mx.array([p - i for p, i in zip(positions, below)], dtype=mx.float32)[None, :, None]
-    a = mel[:, mx.array(below)].astype(mx.float32)
-    b = mel[:, mx.array([min(i + 1, last) for i in below])].astype(mx.float32)
-    return a * (1 - share) + b * share

@@ -16,7 +16,7 @@ import numpy as np
 
 from mlx_cosyh3.cosyvoice import conformer
 from mlx_cosyh3.cosyvoice.conformer import EncoderConfig, RelativeEncoder
-from mlx_cosyh3.cosyvoice.llm import SpeechTokens, checked_ids
+from mlx_cosyh3.cosyvoice.llm import SpeechTokens, Whole, checked_ids
 from mlx_cosyh3.errors import CheckpointError, CosyH3Error, nearest
 
 SOS, TASK = 0, 1  # rows of llm_embedding
@@ -78,9 +78,11 @@ class TransformerLM(nn.Module):
         """embeddings [B, T, D] -> logits fp32 [B, T, speech_vocab_size]; `cache` moves on by T positions."""
         return self._head(self.llm(embeddings, "causal", cache))
 
-    def last_logits(self, embeddings, cache):
-        """Logits fp32 [B, speech_vocab_size] of the last position alone."""
-        return self._head(self.llm(embeddings, "causal", cache)[:, -1])
+    def last_logits(self, embeddings, cache, rows=None):
+        """Logits fp32 [B, speech_vocab_size] of the last position alone.
+
+        rows   ragged.Rows, where those of the cache are of different lengths: T is 1 then"""
+        return self._head(self.llm(embeddings, "causal" if rows is None else rows.mask, cache)[:, -1])
 
     def _head(self, hidden):
         return self.llm_decoder(hidden).astype(mx.float32)
@@ -136,7 +138,7 @@ class TransformerLM(nn.Module):
                     f"{np.isfinite(speaker).sum()} finite ones: make the voice again"
                 )
         prefix = lambda: self.embed_prefix(text_ids, prompt_text_ids, prompt_speech, speaker)  # noqa: E731
-        return SpeechTokens(self, options, key, lambda t: t.at_once(len(text_ids), prefix))
+        return SpeechTokens(self, options, key, Whole(len(text_ids), prefix))
 
     def generate_from_stream(self, text_id_iterator, prompt_text_ids, prompt_speech, options, key, **more):
         """CosyVoice 1 reads all of a text before it speaks: CosyH3Error."""

@@ -17,8 +17,8 @@ from dataclasses import dataclass, fields
 
 import mlx.core as mx
 import mlx.nn as nn
-import numpy as np
 
+from mlx_cosyh3.cosyvoice import cfm
 from mlx_cosyh3.cosyvoice.conv import Conv1d, ConvTranspose1d
 from mlx_cosyh3.cosyvoice.dit import chunk_mask, mish, silu
 from mlx_cosyh3.cosyvoice.qwen2 import KVCache
@@ -219,7 +219,7 @@ class UNet(nn.Module):
 
     def time_embedding(self, times):
         """times float32 [S] -> [S, 4 C]"""
-        e = sinusoids(times, self._sinusoids).astype(self.time_in.weight.dtype)
+        e = cfm.sinusoids(times, self._sinusoids).astype(self.time_in.weight.dtype)
         return self.time_out(silu(self.time_in(e)))
 
     def __call__(self, x, cond, mu, spks, modulations, mask=None, state=None):
@@ -271,15 +271,6 @@ class UNetState:
 
     def arrays(self):
         return [a for c in self.caches for a in (c.keys, c.values)] + self.contexts
-
-
-def sinusoids(times, dims):
-    """The flow's times float32 [S] -> float32 [S, dims]: sines and cosines of 1000 t, at rates from 1 to 1/10000."""
-    half = dims // 2
-    exponents = np.arange(half, dtype=np.float32) * np.float32(-math.log(10000) / (half - 1))
-    rates = np.exp(exponents.astype(np.float64)).astype(np.float32)  # as torch's: angles near 1000 show the last bit
-    angles = 1000 * mx.array(np.asarray(times, np.float32))[:, None] * mx.array(rates)
-    return mx.concatenate([mx.sin(angles), mx.cos(angles)], axis=-1)
 
 
 def gelu(x):

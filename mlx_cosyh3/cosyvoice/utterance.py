@@ -10,17 +10,20 @@ import math
 import queue
 import threading
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import mlx.core as mx
 import numpy as np
 
-from mlx_cosyh3 import sampling
+from mlx_cosyh3 import runtime, sampling, trace
 from mlx_cosyh3.cosyvoice import audio, modes, prompts, text as texts
 from mlx_cosyh3.cosyvoice.llm import LMOptions
+from mlx_cosyh3.cosyvoice.safe_tokens import SafeTokens
 from mlx_cosyh3.cosyvoice.speed import change_speed, speed_stream
+from mlx_cosyh3.deadline import Speech, SpeechController, costs_of
 from mlx_cosyh3.errors import CosyH3Error
 from mlx_cosyh3.results import SpeechResult
+from mlx_cosyh3.runtime import Restartable
 from mlx_cosyh3.stream import Beside, Stream
 
 FADE = 0.005  # s, at the seams of segments, so that a step in the wave is no click
@@ -45,6 +48,7 @@ class Run:
     key: mx.array  # of the noise in flow and vocoder
     several: bool  # whether it is one of several segments
     more: bool  # whether another will follow, whose tokens take time
+    to_come: float = 0  # speech tokens that the segments after it may have
 
 
 class Stopped(BaseException):
@@ -83,10 +87,17 @@ class Utterance:
         self.audio, self.tokens = [], []
         self.finish_reason = self.first_audio = None
         self.cut = False  # whether a limit ended a segment
+        self.cut_short = False  # whether that was the deadline
         self.seconds = {"llm" if source is None else "speech_tokenizer": 0.0, "flow": 0.0, "vocoder": 0.0}
         self.pause = options.pause if source is None else 0.0
         self.paused = 0.0  # s of silence between segments
         self.begin, self.total = None, 0.0
+        policy = runtime.check(self.options.policy)
+        self.request = policy.request()
+        self.control = SpeechController(
+            costs_of(policy, model), self.request, self.options.deadline, self.options.late
+        )
+        self._plan()
 
     # What is asked for
 
@@ -112,8 +123,9 @@ class Utterance:
     def _segment(self, piece):
         model, voice = self.model, self.voice
         prompt, said = prompts.layout(
-            self.mode, model.version, piece, voice.transcript, self.options.instruct, note=self.note, tags=model.tags
-        )
+            self.mode, model.version, piece, voice.transcript, self.options.instruct, note=self.note, tags=model.tags,
+            normalise=self.options.normalize,
+        )  # fmt: skip
         if self.mode == "zero_shot" and voice.transcript is None:
             prompt_ids = voice.transcript_ids.tolist()
         else:
@@ -121,11 +133,48 @@ class Utterance:
         prompt_speech = voice.prompt_tokens.tolist() if self.mode == "zero_shot" else []
         return Segment(piece, model.tokenizer.encode(said), prompt_ids, prompt_speech)
 
+    def _plan(self):
+        """Settle what a deadline changes beforehand. Raises CosyH3Error if it cannot be met."""
+        o, model, segments = self.options, self.model, self.segments or []
+        prompt = model.prompt(self.voice, self.mode)
+        self.text_ids = sum(len(s.text_ids) for s in segments)
+        length = 0.0  # s of a recording
+        if self.source is not None and o.deadline is not None:
+            length = len(self.source[0]) / self.source[1]
+        chunks = None
+        if self.streamed:  # a shorter first chunk is no loss where chunks do not show in the audio
+            sizes = {max(1, o.chunk_tokens >> k) for k in range(8)} if model.causal else {o.chunk_tokens}
+            chunks = [(n, next(model.hops(prompt, replace(o, chunk_tokens=n)))) for n in sorted(sizes, reverse=True)]
+        plan = self.control.begin(
+            Speech(
+                prefix=sum(self._prefix(s) for s in segments) // max(1, len(segments)),
+                tokens=length * model.token_rate if length else self.control.expected_tokens(self.text_ids),
+                segments=max(1, len(segments)),
+                prompt_frames=prompt[1].shape[1],
+                frames_per_token=self._frames(1),
+                steps=o.steps,
+                chunks=chunks,
+                language_model=self.source is None,
+                recording=length,
+            )
+        )
+        steps = plan.steps if self.streamed else o.steps  # at once they are chosen when the tokens are there
+        self.options = replace(o, steps=steps, chunk_tokens=plan.chunk or o.chunk_tokens)
+
+    def _prefix(self, segment):
+        return len(segment.text_ids) + len(segment.prompt_ids) + len(segment.prompt_speech) + 2
+
+    def _frames(self, tokens):
+        """Mel frames of so many speech tokens."""
+        hop = self.model.config["mel"]["hop_size"]
+        return tokens * self.model.sample_rate / hop / self.model.token_rate
+
     # The work
 
     def pieces(self):
         """Yield audio, float32 numpy; what a Stream runs."""
         self.begin = time.perf_counter()
+        self.request.begin = self.request.clock()
         self.prompt = self.model.prompt(self.voice, self.mode)
         try:
             for pieces, several in self._live() if self.streamed else self._pipelined():
@@ -142,7 +191,14 @@ class Utterance:
             return
         finally:
             self.total = time.perf_counter() - self.begin
+            self._close_books()
             mx.clear_cache()
+
+    def _close_books(self):
+        """What later forecasts go by, and whether the deadline was met."""
+        if self.finish_reason == "stop" and self.text_ids:
+            self.control.text_spoken(self.text_ids, len(self.tokens))
+        self.control.ended(self.first_audio if self.streamed else self.total if self.finish_reason else None)
 
     def _live(self):
         """Streamed: for each segment (an iterator of its audio, whether it is one of several)."""
@@ -165,9 +221,9 @@ class Utterance:
                         yield self._due(ahead[0]), True
                         ahead.clear()
                     if tokens and run.more:
-                        ahead.append(Beside(self._sound, tokens, run.key, self._tell_later))
+                        ahead.append(Beside(self._sound, tokens, run.key, self._tell_later, run.to_come))
                     elif tokens:
-                        yield [self._sound(tokens, run.key, self._tell)], run.several
+                        yield [self._sound(tokens, run.key, self._tell, run.to_come)], run.several
             except Exception as e:
                 failed = e  # what was said before it comes first
             if ahead:
@@ -189,41 +245,63 @@ class Utterance:
     def _runs(self):
         """A Run for each segment; its tokens are to be taken before the next is asked for."""
         o, model = self.options, self.model
-        key = sampling.row_keys(o.seed, 1)[0]
-        noise = mx.random.split(key, 3)[2]  # neither of those that the language model goes on with
         if self.source is not None:
             parts = self._converted()
-            for part in parts:
-                noise, now = _next(noise)
-                yield Run(self._counted(part), now, len(parts) > 1, False)
+            for i, (part, (_, now)) in enumerate(zip(parts, self.keys())):
+                yield Run(self._counted(part), now, len(parts) > 1, False, sum(map(len, parts[i + 1 :])))
             return
-        lm = LMOptions(temperature=o.temperature, top_p=o.top_p, top_k=o.top_k, win_size=o.win_size, tau_r=o.tau_r)
+        lm = self.lm_options()
         if self.segments is None:
+            key, noise = self._first_keys()
             with contextlib.closing(self._bistream(lm, key)) as run:  # closed, it lets its cache go at once
                 yield Run(self._counted(run), noise, False, False)
                 self._ended(run, "the text")
             return
         several = len(self.segments) > 1
-        for i, s in enumerate(self.segments):
-            (key, now), (noise, now_noise) = _next(key), _next(noise)
-            with contextlib.closing(model.speak(s, self.mode, self.voice, lm, now)) as run:
-                yield Run(self._counted(run), now_noise, several, i < len(self.segments) - 1)
+        for i, (s, (now, now_noise)) in enumerate(zip(self.segments, self.keys())):
+            speak = lambda _, s=s, key=now: model.speak(s, self.mode, self.voice, lm, key)  # noqa: E731
+            with contextlib.closing(self._safe(speak)) as run:
+                later = self.control.expected_tokens(sum(len(t.text_ids) for t in self.segments[i + 1 :])) or 0
+                yield Run(self._counted(run, self._prefix(s)), now_noise, several, i < len(self.segments) - 1, later)
                 self._ended(run, repr(s.text if len(s.text) < 50 else s.text[:47] + "..."))
-            if self._full():
+            if self._full() or self.cut_short:
                 return
+
+    def _safe(self, make, text=None):
+        """The run that make(text) gives, made so that it outlives a failure on the GPU, where one may happen."""
+        if self.request.device("llm") == "cpu":
+            return make(text)
+        return SafeTokens(self.request, make, text)
+
+    def lm_options(self):
+        o = self.options
+        return LMOptions(temperature=o.temperature, top_p=o.top_p, top_k=o.top_k, win_size=o.win_size, tau_r=o.tau_r)
+
+    def keys(self):
+        """For each segment: the key of its speech tokens, and that of the noise in its flow and vocoder."""
+        key, noise = self._first_keys()
+        while True:
+            (key, now), (noise, now_noise) = _next(key), _next(noise)
+            yield now, now_noise
+
+    def _first_keys(self):
+        key = sampling.row_keys(self.options.seed, 1)[0]
+        return key, mx.random.split(key, 3)[2]  # neither of those that the language model goes on with
 
     def _bistream(self, lm, key):
         model, o, first = self.model, self.options, self._segment("")
         parts = texts.pieces(self.text, o.normalize, o.language, note=self.note)
         ids = (i for piece in parts for i in model.tokenizer.encode(piece))
-        return model.llm.generate_from_stream(ids, first.prompt_ids + first.text_ids, first.prompt_speech, lm, key)
+        prompt = first.prompt_ids + first.text_ids
+        return self._safe(lambda ids: model.llm.generate_from_stream(ids, prompt, first.prompt_speech, lm, key), ids)
 
     def _converted(self):
         """The speech tokens of the source, in parts that end in pauses where there are some."""
         begin = time.perf_counter()
         self._tell("speech_tokenizer", 0, 1)
-        tokens = self.model.speech_tokens(*self.source).tolist()
-        self._spent("speech_tokenizer", begin)
+        tokens = self.request.guard("speech_tokenizer", self.model.speech_tokens, *self.source).tolist()
+        took = self._spent("speech_tokenizer", begin) - begin
+        self.control.spent("speech_tokenizer", "speech_tokenizer", len(self.source[0]) / self.source[1], took)
         self._tell("speech_tokenizer", 1, 1)
         parts, longest = [], int(LONGEST * self.model.token_rate)
         while len(tokens) > longest:
@@ -234,7 +312,10 @@ class Utterance:
 
     def _ended(self, run, what):
         """Say so if a limit ended the speech tokens."""
-        if self._full():
+        if self.cut_short:
+            self.cut = True
+            self.note(f"the speech was cut off, so that deadline={self.options.deadline:g} can be met")
+        elif self._full():
             self.cut = True
             self.note(f"the speech was cut off by max_seconds={self.options.max_seconds:g}")
         elif run.finish_reason == "length":
@@ -244,20 +325,34 @@ class Utterance:
                 "need; another seed may"
             )
 
-    def _counted(self, run):
-        """The speech tokens of `run` without long silences, up to max_seconds; the language model's time is taken."""
+    def _counted(self, run, prefix=None):
+        """The speech tokens of `run` without long silences, up to max_seconds; the language model's time is taken.
+
+        prefix   ids that it reads before the first one, if that is known"""
         iterator, before = iter(run), len(self.tokens)
 
         def timed():
-            while True:
-                begin = time.perf_counter()
-                token = next(iterator, None)
-                if self.source is None:
-                    self._spent("llm", begin)
-                if token is None:
-                    return
-                self._tell("llm", len(self.tokens) + 1, None)
-                yield token
+            made = seconds = 0
+            try:
+                while True:
+                    begin = time.perf_counter()
+                    with self._lm_place(run):
+                        token = next(iterator, None)
+                    if self.source is None:
+                        took = self._spent("llm", begin) - begin
+                        if made or prefix is None:
+                            seconds += took
+                        else:
+                            self.control.first_token(prefix, took)
+                        self.request.breathe("llm", took)
+                    if token is None:
+                        return
+                    made += 1
+                    self._tell("llm", len(self.tokens) + 1, None)
+                    yield token
+            finally:
+                if prefix is not None and made > 1:
+                    self.control.tokens_made(made - 1, seconds)
 
         for token in timed() if self.source is not None else self.model.trim_silence(timed()):
             if 0 < before == len(self.tokens):
@@ -266,6 +361,15 @@ class Utterance:
             yield token
             if self._full():
                 return
+            if self.control.enough(len(self.tokens) - before):
+                self.cut_short = True
+                return
+
+    def _lm_place(self, run):
+        """Where the next token of `run` is made; SafeTokens see to it themselves."""
+        if self.source is not None or isinstance(run, SafeTokens):
+            return contextlib.nullcontext()
+        return self.request.place("llm")
 
     def _full(self):
         o = self.options
@@ -273,26 +377,48 @@ class Utterance:
             return False
         return len(self.tokens) >= (o.max_seconds - self.paused) * self.model.token_rate * o.speed
 
-    def _sound(self, tokens, key, tell):
+    def _sound(self, tokens, key, tell, to_come=0):
         """All tokens of a segment through the flow once, then the vocoder once -> audio float32 [N] numpy."""
-        o, model = self.options, self.model
+        model, request, control = self.model, self.request, self.control
+        o = replace(self.options, steps=control.steps(len(tokens), to_come))
         flow_key, vocoder_key = _next(key)
+
+        def flow():
+            on_step = self._stepping("flow", lambda done: tell("flow", done, o.steps))
+            return _computed(model.mel(tokens, self.prompt, o, flow_key, on_step))
+
         begin = time.perf_counter()
-        mel = model.mel(tokens, self.prompt, o, flow_key, lambda done: tell("flow", done, o.steps))
-        mx.eval(mel)
-        begin = self._spent("flow", begin)
+        mel = request.guard("flow", flow)
+        now = self._spent("flow", begin)
+        control.mel_made(self.prompt[1].shape[1] + mel.shape[1], o.steps, now - begin)
         tell("vocoder", 0, 1)
-        wav = model.wave(mel if o.speed == 1 else change_speed(mel, o.speed), vocoder_key)
-        mx.eval(wav)
-        self._spent("vocoder", begin)
+
+        def vocoder():
+            return _computed(model.wave(mel if o.speed == 1 else change_speed(mel, o.speed), vocoder_key))
+
+        wav = request.guard("vocoder", vocoder)
+        control.audio_made(mel.shape[1], self._spent("vocoder", now) - now)
         tell("vocoder", 1, 1)
         return np.array(wav[0])
+
+    def _stepping(self, stage, tell):
+        """What a stage calls after each of its steps: it tells, and lets others have the device."""
+        last = time.perf_counter()
+
+        def on_step(done):
+            nonlocal last
+            tell(done)
+            self.request.breathe(stage, time.perf_counter() - last)
+            last = time.perf_counter()
+
+        return on_step
 
     def _streamed(self, tokens, key):
         """Groups of tokens through the flow and the vocoder as soon as they are there."""
         o, model = self.options, self.model
         flow_key, vocoder_key = _next(key)
-        flow, vocoder = model.mel_stream(self.prompt, o, flow_key), model.wave_stream(o, vocoder_key)
+        flow = Restartable(self.request, "flow", lambda: model.mel_stream(self.prompt, self.options, flow_key))
+        vocoder = Restartable(self.request, "vocoder", lambda: model.wave_stream(o, vocoder_key))
         resampler = None if o.speed == 1 else speed_stream(o.speed)
         hops, held, said = model.hops(self.prompt, o), [], 0
         wanted = next(hops)
@@ -307,16 +433,21 @@ class Utterance:
 
     def _chunk(self, flow, tokens, vocoder, resampler, last):
         self._tell("flow", len(self.tokens), None)
-        begin = time.perf_counter()
-        mel = flow.add(tokens, last)
-        mx.eval(mel)
-        begin = self._spent("flow", begin)
+        if self.first_audio is None and not flow.begun:  # the last moment to choose: all its chunks take as many steps
+            self.options = replace(self.options, steps=self.control.steps(len(tokens), streamed=True))
+        begin, prompt = time.perf_counter(), 0 if flow.begun else self.prompt[1].shape[1]
+        on_step = self._stepping("flow", lambda done: self._tell("flow", len(self.tokens), None))
+        mel = flow.add(tokens, last, on_step=on_step)
+        now = self._spent("flow", begin)
+        if mel.shape[1]:
+            self.control.mel_made(prompt + mel.shape[1], self.options.steps, now - begin, streamed=True)
         self._tell("vocoder", len(self.tokens), None)
+        frames = mel.shape[1]
         if resampler is not None:
-            mel = resampler.add(mel, last)
+            with self.request.place("vocoder"):
+                mel = _computed(resampler.add(mel, last))
         wav = vocoder.add(mel, last)
-        mx.eval(wav)
-        self._spent("vocoder", begin)
+        self.control.audio_made(frames, self._spent("vocoder", now) - now)
         if wav.shape[1]:
             yield np.array(wav[0])
 
@@ -341,7 +472,7 @@ class Utterance:
         if self.stopped.is_set():
             raise Stopped
         if self._progress is not None:
-            self._progress(stage, done, all)
+            self.request.theirs(self._progress, stage, done, all)
 
     def _tell_later(self, *progress):
         """`_tell` in a thread beside: `progress` is told where everything else is."""
@@ -356,6 +487,7 @@ class Utterance:
     def _spent(self, stage, begin):
         now = time.perf_counter()
         self.seconds[stage] += now - begin
+        trace.record(stage, begin, now)
         return now
 
     def result(self):
@@ -373,7 +505,13 @@ class Utterance:
             tokens=list(self.tokens),
             segments=[s.text for s in self.segments] if self.segments else [],
             total=self.total,
+            decisions=list(self.request.decisions),
         )
+
+
+def _computed(a):
+    mx.eval(a)
+    return a
 
 
 def _next(key):

@@ -29,7 +29,8 @@ class Voice:
     prompt_mel      float32 [M, 80], the recording's mel frames
     transcript      what is said in the recording; None: not known (the text is then spoken without that example)
     transcript_ids  the transcript as token ids, where only those are stored
-    codebook        number of speech tokens of the model it was made for, which alone can use it"""
+    codebook        number of speech tokens of the model it was made for, which alone can use it; 0: not known
+    made_for        the model's version, "cosyvoice2"; empty: not known. Speech tokens of one mean nothing to another"""
 
     embedding: np.ndarray
     prompt_tokens: np.ndarray
@@ -39,6 +40,7 @@ class Voice:
     name: str = ""
     codebook: int = 0
     sample_rate: int = 24000
+    made_for: str = ""
 
     @classmethod
     def from_audio(cls, model, recording, text=None, *, name="", note=None, compat=False):
@@ -59,11 +61,17 @@ class Voice:
         embedding = model.speaker(samples, rate)
         if text is not None:
             text = text.strip() or None
-        return cls(embedding, tokens, mel, text, None, name, model.codebook, model.sample_rate)
+        made_for = f"cosyvoice{model.version}"
+        return cls(embedding, tokens, mel, text, None, name, model.codebook, model.sample_rate, made_for)
 
     @property
     def has_prompt(self):
         return len(self.prompt_tokens) > 0
+
+    @property
+    def is_told(self):
+        """Whether it is known what its recording says."""
+        return self.transcript is not None or self.transcript_ids is not None
 
     @property
     def seconds(self):
@@ -92,6 +100,7 @@ class Voice:
             "name": self.name,
             "codebook": str(self.codebook),
             "sample_rate": str(self.sample_rate),
+            "made_for": self.made_for,
         }
         if self.transcript is not None:
             told["transcript"] = self.transcript
@@ -130,6 +139,7 @@ class Voice:
                 told.get("name") or path.name.removesuffix(".safetensors").removesuffix(".voice"),
                 int(told["codebook"]),
                 int(told["sample_rate"]),
+                told.get("made_for", ""),
             )
         except (KeyError, ValueError) as e:
             raise CheckpointError(f"{path} is a damaged voice file ({type(e).__name__}: {e}); make it again") from e
