@@ -14,7 +14,7 @@ import traceback
 from pathlib import Path
 
 import mlx_cosyh3
-from mlx_cosyh3 import speech_cli, trace
+from mlx_cosyh3 import logs, speech_cli, trace
 from mlx_cosyh3.console import DEFAULTS, OPTIONS, check, show, stats_line, unescape
 from mlx_cosyh3.errors import CosyH3Error, nearest
 from mlx_cosyh3.kernels import _dispatch
@@ -33,7 +33,8 @@ def main(argv=None):
         return args
     try:
         _dispatch.allowed()  # a misspelt MLX_COSYH3_KERNELS is named before any work is done
-        with trace.to_file(getattr(args, "trace", None)):
+        logs.setup()  # likewise MLX_COSYH3_LOG
+        with logs.request(), trace.to_file(getattr(args, "trace", None)):
             status = args.run(args)
         sys.stdout.flush()
         return status or 0
@@ -188,7 +189,8 @@ def _options(args):
 
 def _load(args):
     """The model of --model, which must be one that continues text."""
-    model = mlx_cosyh3.load(args.model, revision=args.revision, kv_window=args.kv_window)
+    with trace.span("load"):
+        model = mlx_cosyh3.load(args.model, revision=args.revision, kv_window=args.kv_window)
     if hasattr(model, "voices"):
         raise CosyH3Error(f"{args.model} is a model that speaks, it does not continue text; use `mlx_cosyh3 say`")
     return model

@@ -65,7 +65,8 @@ def note(text):
 
 def load_speaker(args):
     """The model of --model, which must be one that speaks."""
-    model = mlx_cosyh3.load(args.model, revision=args.revision)
+    with trace.span("load"):
+        model = mlx_cosyh3.load(args.model, revision=args.revision)
     if not hasattr(model, "voices"):
         raise CosyH3Error(
             f"{args.model} is no CosyVoice model, it cannot speak; `mlx_cosyh3 generate` continues text with it"

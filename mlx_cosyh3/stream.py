@@ -139,7 +139,7 @@ class _Worker:
                 _idle.append(self)
         # Building a model draws MLX's implicit random numbers, after which the end of the thread that did it may abort
         # the program, unless its streams are gone by then.
-        mx.clear_streams()
+        getattr(mx, "clear_streams", mx.clear_cache)()  # older MLX lacks it
 
 
 def _start(function, *args):

@@ -1,11 +1,14 @@
 """Settings for all tests. Run them with `make test`, or `pytest` in a virtual environment that holds the package."""
 
 import os
+import tempfile
 
 # On a CPU, mx.compile runs a C++ compiler at the first use of each graph: seconds, and no faster.
 os.environ.setdefault("MLX_DISABLE_COMPILE", "1")
 # fp32 means fp32, also on GPUs that would round to TF32.
 os.environ.setdefault("MLX_ENABLE_TF32", "0")
+# Reports, stamps and measured costs of the tests do not go into the user's own cache.
+os.environ.setdefault("MLX_COSYH3_CACHE", tempfile.mkdtemp(prefix="mlx_cosyh3-tests-"))
 
 import pytest  # noqa: E402
 from hypothesis import settings  # noqa: E402

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import mlx.core as mx
 import numpy as np
 
-from mlx_cosyh3 import sampling
+from mlx_cosyh3 import sampling, trace
 from mlx_cosyh3.cosyvoice import audio
 from mlx_cosyh3.cosyvoice.options import SpeechOptions
 from mlx_cosyh3.cosyvoice.ragged import Row, decode
@@ -334,6 +334,7 @@ class SpeechBatch:
         except Exception:  # of one row, or of all together (memory): alone, each has its own
             return [None] * len(bucket)
         took, total = time.perf_counter() - begin, sum(mel.shape[1] for mel in mels)
+        trace.record("flow", begin, begin + took, rows=len(bucket))
         for job, mel in zip(bucket, mels):
             job.talk.seconds["flow"] += took * mel.shape[1] / max(total, 1)
         return mels

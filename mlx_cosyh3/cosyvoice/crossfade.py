@@ -86,7 +86,7 @@ class FadedVocoder:
         if self._in_phase:
             self._end = end
         audio = self._fade.add(audio, last)
-        mx.eval(audio, self._key, self._mel, [] if self._source is None else self._source, vars(end))
+        mx.eval(audio, self._key, self._mel, [] if self._source is None else self._source, end.f0, end.phases)
         return audio
 
 

@@ -150,5 +150,5 @@ class HiFTStream:
 
     def _settle(self, audio, stages):
         """Compute what this chunk gives and leaves; raise if some of it is not a number."""
-        state = (self._mel, self._source, self._turns, self._overlap, self._held)
+        state = (self._mel, self._source, self._overlap, self._held)
         check_finite(stages, audio, *self._past.arrays(), *(a for a in state if a is not None))

@@ -155,9 +155,7 @@ class Decoder(nn.Module):
 def check_finite(stages, *arrays):
     """Compute `arrays`; CosyH3Error naming the first of `stages` ({name: array}) that is not finite."""
     finite = mx.stack([mx.isfinite(a).all() for a in stages.values()])
-    with mx.stream(mx.cpu):  # to wait for them, too, is an operation, and no GPU's may take float64
-        mx.eval([a for a in arrays if a.dtype == mx.float64])
-    mx.eval(finite, [a for a in arrays if a.dtype != mx.float64])
+    mx.eval(finite, *arrays)
     if not finite.all().item():
         bad = next(name for name, good in zip(stages, finite.tolist()) if not good)
         raise CosyH3Error(f"the vocoder's numbers are not finite, first in the {bad}; compute it in fp32")

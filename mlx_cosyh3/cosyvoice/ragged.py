@@ -15,6 +15,7 @@ from typing import NamedTuple
 import mlx.core as mx
 import numpy as np
 
+from mlx_cosyh3 import trace
 from mlx_cosyh3.cosyvoice.llm import CLEAR_EVERY, SpeechTokens, Whole, not_finite
 from mlx_cosyh3.cosyvoice.qwen2 import CACHE_STEP, JointCache
 from mlx_cosyh3.cosyvoice.ras import RowDraws, State
@@ -141,6 +142,7 @@ def decode(lm, waiting, most, clock):
         now = clock()
         for row in changed:
             row.seconds += (now - begin) / len(changed)
+        trace.record("llm", begin, now, rows=len(changed))
         begin, steps = now, steps + 1
         if steps % CLEAR_EVERY == 0:
             mx.clear_cache()
