@@ -157,7 +157,7 @@ def _machine():
         "system": f"macOS {mac} ({platform.machine()})" if mac else platform.platform(),
         "python": platform.python_version(),
         "mlx": mx.__version__,
-        "environment": {n: v for n, v in sorted(os.environ.items()) if n.startswith("MLX_")},
+        "environment": {n: v for n, v in sorted(os.environ.items()) if n.startswith("MLX_") and "TOKEN" not in n},
     }
 
 
