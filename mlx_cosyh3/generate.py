@@ -32,7 +32,7 @@ def stream_generate(model, prompt, *, output="numpy", **options):
 def batch_generate(model, prompts, *, output="numpy", **options):
     """Like `generate` for a list of prompts at once; returns a list of results in the same order."""
     convert = _converter(output)
-    if not isinstance(prompts, str):
+    if not isinstance(prompts, (str, dict)):
         prompts = [_prompt(p) for p in prompts]
     return [convert(result) for result in _method(model, "batch_generate")(prompts, **options)]
 

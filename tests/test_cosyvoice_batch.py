@@ -183,7 +183,7 @@ def test_the_flow_of_rows_is_that_of_each(version, streaming):
 def test_buckets_hold_every_job_and_little_padding(model, lengths):
     jobs = []
     for n, steps in lengths:
-        [talk] = SpeechBatch(model, ["Hi."], steps=steps, voice="clara", mode="zero_shot").talks
+        [talk] = SpeechBatch(model, ["Hi."], steps=steps, voice="clara", mode="zero_shot", note=quiet).talks
         talk.take()
         talk.jobs[0].tokens = [0] * n
         jobs.append(talk.jobs[0])
