@@ -93,6 +93,7 @@ def test_a_yaml_with_other_numbers_than_the_weights(copy, tmp_path, old, new, sa
     assert said in message and ("cosyvoice3.yaml" in message or "hift.pt" in message)
 
 
+@pytest.mark.slow
 def test_no_entry_of_the_yaml_can_crash_the_converter(copy, tmp_path):
     """Whatever stands in any one place of the yaml, the outcome is a plan or a one-line error."""
     path, outcomes = copy / "cosyvoice3.yaml", Counter()

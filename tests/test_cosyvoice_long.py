@@ -8,9 +8,13 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+from mlx_cosyh3.cosyvoice import utterance
 from mlx_cosyh3.cosyvoice.speech import SpeechOptions
 from mlx_cosyh3.cosyvoice.utterance import Utterance
 from tests.golden_voice_models import VERSIONS, Letters, model, voice
+from tests.test_cosyvoice_versions import AtOnce
+
+pytestmark = pytest.mark.slow
 
 SENTENCE = "The cat sat on the mat, and it was warm by the fire, so they all went home in time. "
 MINUTES = 28
@@ -38,6 +42,9 @@ class Watch:
         speak = m.speak
         patch.setattr(m, "speak", lambda segment, *rest: self._begins(segment) or speak(segment, *rest))
         patch.setattr(m, "short", True)
+        # At once, a segment becomes audio beside the next one's tokens: here one after the other, so that what is
+        # measured does not depend on how the two threads meet. No more than these two are ever at work together.
+        patch.setattr(utterance, "Beside", AtOnce)
 
     def _counting(self, method, name, size):
         def counted(part, *args, **options):

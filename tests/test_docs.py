@@ -26,6 +26,8 @@ from mlx_cosyh3.cli import main
 from tests.small_model import write_model
 from tests.small_voice_model import write_voice_model
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parent.parent
 PAGES = ("quickstart", "voices", "streaming", "quantisation", "serving", "kernels", "troubleshooting")
 HUB = ("FunAudioLLM/", "danfu09/")  # what is fetched

@@ -28,6 +28,8 @@ from tests.small_model import write_model
 from tests.small_voice_model import write_voice_model
 from tests.test_scheduler import files, os_threads
 
+pytestmark = pytest.mark.slow
+
 UNIT = 4096  # bytes of a model of size 1
 SIZES = {"a": 1, "b": 1, "c": 1, "d": 1, "two": 2, "four": 4}
 

@@ -24,6 +24,8 @@ from tests.small_voice_model import write_voice_model
 
 from mlx_cosyh3.server.app import create_app  # noqa: E402 isort: skip
 
+pytestmark = pytest.mark.slow
+
 WAIT = 60  # seconds after which a test gives up: never the measure of anything
 
 

@@ -51,6 +51,7 @@ def test_a_stream_and_a_cache_change_hands(model):
     assert more.tokens == generate(model, "", seed=5, cache=other, **OPTIONS).tokens
 
 
+@pytest.mark.slow
 def test_memory_and_threads_are_flat(model):
     """200 generations, every fourth a stream, some of them abandoned or cancelled."""
 
