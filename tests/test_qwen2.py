@@ -1,5 +1,7 @@
 """Qwen2's quick ways (joined products, the fused layer) give what its plain one gives."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
@@ -85,6 +87,23 @@ def test_fused_equals_the_general_way(kind, gpu, monkeypatch):
         without.setattr(_dispatch, "on_gpu", lambda stream=None: False)
         want, _ = outputs(m, dtype)
     assert mx.abs(got - want).max().item() < (0.1 if kind == "bfloat16" else 2e-5)
+
+
+def test_compiled_in_the_main_thread_alone(gpu, monkeypatch):
+    """There the graph is traced once for each span and cache size; in another thread it is built for each token."""
+    monkeypatch.setattr(norm_linear, "reference", lambda x, W, *a, **k: mx.ones((W.shape[0] // (1 + ((k.get("activation") == "silu_gate"))),)))
+    m = model()
+    m.join()
+    mx.enable_compile()
+    try:
+        outputs(m)
+        here = len(gpu)
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(outputs, m).result()
+    finally:
+        mx.disable_compile()
+    assert here == 6 + 3 * 4 - 1  # the first product of each of six tokens; the rest of three layers, once
+    assert len(gpu) == here + 6 * 4 * 3
 
 
 def test_what_cannot_be_fused_takes_the_general_way(gpu):

@@ -5,10 +5,11 @@ After transformers' `models/qwen2/modeling_qwen2.py`; without its token head, wh
 Every array has a batch axis; activations are of the dtype of the embeddings that go in.
 
 Launches, not arithmetic, are what a decoded token costs on a large GPU. So q, k and v, and gate and up, are one product
-each once `join` has been called, and one token of one sequence takes the way of `Layer.fused`: six launches in place of
-twenty, four of which are kernels/norm_linear.py.
+each once `join` has been called, and one token of one sequence takes the way of `Fused`: six launches a layer in place
+of twenty, four of which are kernels/norm_linear.py.
 """
 
+import threading
 from dataclasses import dataclass, fields
 
 import mlx.core as mx
@@ -188,7 +189,6 @@ class Layer(nn.Module):
         self.self_attn = Attention(c)
         self.post_attention_layernorm = nn.RMSNorm(c.hidden_size, eps=c.rms_norm_eps)
         self.mlp = MLP(c)
-        self._fused = None
 
     def __call__(self, x, cache, offset, mask=None):
         x = self.self_attn(self.input_layernorm(x), cache, x, offset, mask)
@@ -207,7 +207,7 @@ class Layer(nn.Module):
         )
 
     def fusable(self, dtype):
-        """Whether `fused` may run here for x of `dtype`."""
+        """Whether `Fused` may run here for x of `dtype`."""
         if "qkv_proj" not in self.self_attn or "gate_up_proj" not in self.mlp:
             return False
         for w, options in self.pieces():
@@ -219,13 +219,40 @@ class Layer(nn.Module):
                 return False
         return True
 
-    def fused(self, x, cache, turn):
-        """x [D] -> [D]: __call__ for one token of one sequence. turn: its row of Attention.turns."""
-        if self._fused is None or self._fused[0] != x.dtype:
-            self._fused = x.dtype, [norm_linear.bound(x.dtype, *w, **options) for w, options in self.pieces()]
-        qkv, out, gate_up, down = self._fused[1]
-        x = out(self.self_attn.attend_turned(qkv(x, turn), cache), x)
-        return down(gate_up(x), x)
+
+class Fused:
+    """The layers for one token of one sequence, [D] -> [D], the last norm included.
+
+    What lies between two attentions is one compiled function: to build its graph anew for each token would take Python
+    longer than the launches. (Only in the main thread: another one that used mx.compile and ended can make the process
+    abort at its exit, MLX 0.32.4. The plain functions launch the same kernels.)"""
+
+    def __init__(self, layers, norm, dtype):
+        pieces = [[norm_linear.bound(dtype, *w, **options) for w, options in layer.pieces()] for layer in layers]
+        self._attentions = [layer.self_attn for layer in layers]
+        self._first = pieces[0][0]
+        following = [qkv for qkv, *_ in pieces[1:]] + [lambda x, turn: norm(x)]
+        self._plain = [_between(*own[1:], after) for own, after in zip(pieces, following)]
+        self._compiled = [mx.compile(f) for f in self._plain]
+
+    def __call__(self, x, cache, turn):
+        """x [D] -> [D]; `cache`: a JointCache a layer. turn: the position's row of Attention.turns."""
+        compile_here = threading.current_thread() is threading.main_thread()
+        y = self._first(x, turn)
+        for attention, kv, between in zip(self._attentions, cache, self._compiled if compile_here else self._plain):
+            y, x = between(attention.attend_turned(y, kv), x, turn)
+        return y
+
+
+def _between(out, gate_up, down, following):
+    """From what attention gave [D] and the residual x [D] to (what follows on this layer, the new residual)."""
+
+    def run(attended, x, turn):
+        x = out(attended, x)
+        x = down(gate_up(x), x)
+        return following(x, turn), x
+
+    return run
 
 
 class Qwen2(nn.Module):
@@ -236,8 +263,8 @@ class Qwen2(nn.Module):
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.layers = [Layer(config) for _ in range(config.num_hidden_layers)]
         self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-
         self._fusable = {}  # (kernels that may run, dtype) -> whether every layer can be fused
+        self._fused = {}  # dtype -> Fused
         self._turns = None
 
     def join(self):
@@ -258,10 +285,9 @@ class Qwen2(nn.Module):
         if rows is not None:
             position, mask = rows.positions, rows.mask
         elif x.shape[:2] == (1, 1) and self._can_fuse(x.dtype):
-            turn, x = self._turn(position), x[0, 0]
-            for layer, kv in zip(self.layers, cache):
-                x = layer.fused(x, kv, turn)
-            return self.norm(x)[None, None]
+            if x.dtype not in self._fused:
+                self._fused[x.dtype] = Fused(self.layers, self.norm, x.dtype)
+            return self._fused[x.dtype](x[0, 0], cache, self._turn(position))[None, None]
         for layer, kv in zip(self.layers, cache):
             x = layer(x, kv, position, mask)
         return self.norm(x)
