@@ -1,5 +1,6 @@
 """CosyVoice speech and H3 language models in MLX: load, generate, stream_generate, batch_generate, Voice."""
 
+import os
 from pathlib import Path
 
 __version__ = "0.1.0"
@@ -9,6 +10,11 @@ __version__ = "0.1.0"
 _root = Path(__file__).resolve().parent.parent
 if (_root / "kernels" / "h3_step.py").is_file() and (_root / "pyproject.toml").is_file():
     __path__.append(str(_root))
+
+# MLX's CUDA back end prepares convolutions and attention anew for each length, which takes seconds an utterance, and by
+# default remembers 128 of them: those of one or two utterances. It reads these when the GPU is first used.
+for _cache, _entries in (("CONV", 4096), ("SDPA", 1024), ("GRAPH", 2048)):
+    os.environ.setdefault(f"MLX_CUDA_{_cache}_CACHE_SIZE", str(_entries))
 
 try:
     from mlx_cosyh3.generate import batch_generate, generate, stream_generate
