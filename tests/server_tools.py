@@ -11,14 +11,20 @@ import soundfile
 
 pytest.importorskip("starlette", reason="needs the extra `server`")
 uvicorn = pytest.importorskip("uvicorn", reason="needs the extra `server`")
+
+from mlx_cosyh3.server.connection import Connection  # noqa: E402 isort: skip
+
 HERE = "http://localhost"
 
 
 @contextlib.contextmanager
-def serving(app):
-    """The app at work in a thread -> its address."""
+def serving(app, connection=None, most=None):
+    """The app at work in a thread -> its address.
+
+    connection, most: a class for its connections, and how many there may be."""
     with socket.create_server(("127.0.0.1", 0)) as sock:
-        config = uvicorn.Config(app, log_level="warning", http="h11", ws="none", timeout_graceful_shutdown=20)
+        config = uvicorn.Config(app, log_level="error", http=connection or Connection, ws="none",
+                                limit_concurrency=most, timeout_graceful_shutdown=20)  # fmt: skip
         server = uvicorn.Server(config)
         thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]})
         thread.start()

@@ -79,7 +79,7 @@ def test_streamed_speech(client, models, kind):
         assert abs(len(audio) - len(expected)) < 4000
 
 
-def test_events_carry_the_audio_and_then_what_it_took(client):
+def test_events_carry_the_audio_and_then_what_it_took(client, models):
     answer = say(client, response_format="pcm", stream_format="sse")
     assert answer.headers["content-type"].startswith("text/event-stream")
     *deltas, done = [json.loads(line.removeprefix("data: ")) for line in answer.text.strip().split("\n\n")]
@@ -87,6 +87,10 @@ def test_events_carry_the_audio_and_then_what_it_took(client):
     audio = b"".join(base64.b64decode(d["audio"]) for d in deltas)
     assert audio == say(client, response_format="pcm", stream=True).content
     assert done["duration"] == pytest.approx(len(audio) / 48000) and {"llm", "flow", "vocoder"} <= set(done["seconds"])
+    expected = models["small"].generate("hello there", voice="anna", seed=1)
+    read = sum(len(models["small"].tokenizer.encode(s)) for s in expected.segments)
+    assert read > 0 and done["usage"]["input_tokens"] == read
+    assert done["usage"]["total_tokens"] == read + done["usage"]["output_tokens"] > read
 
 
 def test_instructions_and_speed_reach_the_model(client, models):
@@ -178,6 +182,7 @@ def test_several_choices_draw_with_seeds_that_follow(client, models):
     answer = complete(client, prompt=["the cat", "a dog"], n=2, echo=True).json()
     prompts = ["the cat", "the cat", "a dog", "a dog"]
     expected = [p + models["words"].generate(p, seed=1 + r, max_tokens=8).text for r, p in enumerate(prompts)]
+    assert answer["usage"]["prompt_tokens"] > 0
     assert [c["text"] for c in answer["choices"]] == expected and [c["index"] for c in answer["choices"]] == [
         0,
         1,

@@ -17,6 +17,7 @@ import pytest
 
 from mlx_cosyh3 import cli, load
 from mlx_cosyh3.errors import CosyH3Error
+from mlx_cosyh3.pool import Pool
 from mlx_cosyh3.server import cli as server_cli
 from tests.server_tools import recording, samples, serving  # skips where the extra is missing
 from tests.small_model import write_model
@@ -93,6 +94,31 @@ def test_openai_completions(openai_client, models):
     assert whole.choices[0].text == expected.text and whole.usage.completion_tokens == len(expected.tokens)
     pieces = [chunk.choices[0].text for chunk in openai_client.completions.create(**asked, stream=True)]
     assert "".join(pieces) == expected.text and len(pieces) > 1
+
+
+def test_openai_usage_of_streams(openai_client, models):
+    asked = {"model": "words", "prompt": "the cat", "seed": 3, "max_tokens": 12}
+    whole = openai_client.completions.create(**asked).usage
+    *chunks, last = openai_client.completions.create(**asked, stream=True, stream_options={"include_usage": True})
+    assert whole.prompt_tokens == len(models["words"].tokenizer.encode("the cat")) and whole.completion_tokens > 0
+    assert last.usage == whole and last.choices == [] and all(c.usage is None and c.choices for c in chunks)
+    with openai_client.audio.speech.with_streaming_response.create(
+        model="small", input="hello there", voice="anna", response_format="pcm", stream_format="sse"
+    ) as answer:
+        events = [json.loads(line.removeprefix("data: ")) for line in answer.iter_lines() if line]
+    usage = events[-1]["usage"]
+    assert events[-1]["type"] == "speech.audio.done" and usage["input_tokens"] > 0 and usage["output_tokens"] > 0
+    assert usage["total_tokens"] == usage["input_tokens"] + usage["output_tokens"]
+
+
+def test_openai_deadlines(openai_client):
+    import openai
+
+    asked = {"model": "small", "input": "hello there", "voice": "anna", "response_format": "wav"}
+    with pytest.raises(openai.UnprocessableEntityError, match="deadline") as caught:
+        openai_client.audio.speech.create(**asked, extra_body={"deadline": 1e-9})
+    assert caught.value.code == "deadline_cannot_be_met"
+    assert openai_client.audio.speech.create(**asked, extra_body={"deadline": 600}).read()[:4] == b"RIFF"
 
 
 def test_openai_models_and_errors(openai_client, url):
@@ -175,6 +201,45 @@ def test_a_client_that_goes_cancels_what_runs_and_what_waits(url, app, held):
         assert answer.status == 200
 
 
+def test_a_client_that_goes_while_a_model_is_loaded(folders, models):
+    loading, go_on = threading.Event(), threading.Event()
+
+    def slow(folder):
+        loading.set()
+        assert go_on.wait(WAIT)
+        return models["words"]
+
+    pool = Pool(load=slow, size=lambda folder: 1)
+    app = create_app({"words": folders["words"]}, pool=pool, token="correct-horse")
+    with serving(app) as url:
+        try:
+            connection = ask(url, "/v1/completions", {"prompt": "x"})
+            assert loading.wait(WAIT)
+            connection.close()
+            until(lambda: app.state.service.active == 0)
+        finally:
+            go_on.set()
+        until(lambda: [m["leases"] for m in pool.stats()["models"].values()] == [0])
+        with ask(url, "/v1/completions", {"prompt": "x"}).getresponse() as answer:
+            assert answer.status == 200
+    pool.close()
+
+
+def test_a_client_that_does_not_read_a_whole_answer_is_given_up(url, app, monkeypatch):
+    monkeypatch.setattr("mlx_cosyh3.server.client.STALL", 0.3)
+    monkeypatch.setattr("mlx_cosyh3.server.speech.encode", lambda *a: bytes(64 << 20))
+    with ask(url, "/v1/audio/speech", LONG).getresponse() as answer:
+        assert answer.status == 200
+        until(lambda: app.state.service.active == 0)
+
+
+def test_a_large_answer_arrives_whole(url, monkeypatch):
+    data = np.random.default_rng(0).bytes(3 << 20)
+    monkeypatch.setattr("mlx_cosyh3.server.speech.encode", lambda *a: data)
+    with ask(url, "/v1/audio/speech", LONG).getresponse() as answer:
+        assert int(answer.headers["content-length"]) == len(data) and answer.read() == data
+
+
 def test_a_client_that_goes_amid_a_stream_cancels_it(url, app, held):
     before = cancelled(app)
     connection = ask(url, "/v1/audio/speech", LONG | {"stream": True, "chunk_tokens": 2, "max_chunk_tokens": 2})
@@ -187,7 +252,7 @@ def test_a_client_that_goes_amid_a_stream_cancels_it(url, app, held):
     until(lambda: cancelled(app) == before + 1)
 
 
-def test_an_error_amid_a_stream_shows(url, models, monkeypatch):
+def test_an_error_amid_a_stream_shows(url, models, monkeypatch, caplog):
     stream = type(models["small"]).wave_stream
 
     def breaking(self, *args, **keywords):
@@ -209,6 +274,12 @@ def test_an_error_amid_a_stream_shows(url, models, monkeypatch):
         assert answer.status == 200
         with pytest.raises(http.client.IncompleteRead):
             answer.read()
+    with ask(url, "/v1/audio/speech", fields | {"stream_format": "sse"}).getresponse() as answer:
+        assert answer.status == 200
+        last = json.loads(answer.read().strip().split(b"\n\n")[-1].removeprefix(b"data: "))
+        assert last["type"] == "error" and last["error"]["code"] == "generation_failed"
+        assert "the device is gone" not in last["error"]["message"]
+    assert not any("Exception in ASGI" in r.getMessage() for r in caplog.records)  # nothing was sent after the cut
     with ask(url, "/v1/audio/speech", LONG).getresponse() as answer:
         assert answer.status == 200
 
@@ -315,6 +386,12 @@ def test_only_this_machine_unless_there_is_a_token(tmp_path, monkeypatch):
         (["--port", "99999"], "--port"),
         (["--max-queue", "0"], "--max-queue"),
         (["--model", "="], "--model"),
+        (["--cors", "example.org"], "--cors"),
+        (["--cors", "https://example.org/page"], "--cors"),
+        (["--late", "best"], "--deadline"),
+        (["--deadline", "-1"], "deadline"),
+        (["--on-battery", "never"], "on_battery"),
+        (["--max-memory", "much"], "max_memory"),
         (["--model", "a=/x", "--model", "a=/y"], "two models"),
         (["--model", "/nothing/here"], "no such model"),
     ],

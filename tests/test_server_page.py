@@ -51,7 +51,7 @@ def page(browser, url):
     page.goto(url)
     until(page, "!document.querySelector('#login').hidden")
     page.fill("#token", "correct-horse")
-    page.click("#enter")
+    page.press("#token", "Enter")
     until(page, "document.querySelectorAll('#voice option').length > 0")
     yield page
     page.close()
@@ -144,6 +144,29 @@ def test_a_voice_from_the_microphone(page):
     until(page, "document.querySelector('#status').textContent.includes('the voice is there')")
     page.click("#remove")
     until(page, "document.querySelector('#status').textContent == 'deleted'")
+
+
+def test_the_keyboard_is_enough(page):
+    page.select_option("#model", "small")
+    page.focus("#text")
+    reached = []
+    while (at := page.evaluate("document.activeElement.id")) and at not in reached:
+        reached.append(at)
+        page.keyboard.press("Tab")
+    assert " ".join(reached) == "text model voice speed how speak file record said name make remove"
+    unnamed = """[...document.querySelectorAll("input, select, textarea, button")].filter(
+        e => !(e.textContent.trim() || e.ariaLabel || e.labels?.length)).length"""
+    assert page.evaluate(unnamed) == 0
+    page.press("#text", "Control+Enter")
+    until(page, "document.querySelectorAll('#times tr').length > 0 || document.querySelector('#error').textContent")
+    assert error(page) == ""
+
+
+def test_a_narrow_window(page):
+    page.set_viewport_size({"width": 320, "height": 640})
+    outside = """[...document.body.querySelectorAll("*")].filter(e =>
+        e.getClientRects().length && e.getBoundingClientRect().right > innerWidth + 1).map(e => e.id || e.tagName)"""
+    assert page.evaluate(outside) == [] and page.evaluate("document.documentElement.scrollWidth") == 320
 
 
 def test_a_wrong_token_is_told(browser, url):

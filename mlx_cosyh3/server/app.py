@@ -58,6 +58,7 @@ class Service:
     def __init__(self, models, limits, voices):
         self.models, self.limits, self.voices, self.metrics = models, limits, voices, Metrics()
         self.active = self.uploading = 0
+        self.defaults = {}  # options of requests that leave them out
 
     @contextlib.contextmanager
     def slot(self):
@@ -97,7 +98,7 @@ class Service:
 
 def create_app(models, *, pool=None, token=None, cors=(), hosts=LOOPBACK, voices_folder=None, max_voices=64,
                max_text=Limits.text, max_upload=Limits.upload, max_queue=Limits.queue, max_audio=Limits.audio,
-               max_tokens=Limits.tokens, workers=1, policy=None):  # fmt: skip
+               max_tokens=Limits.tokens, workers=1, policy=None, deadline=None, late="refuse"):  # fmt: skip
     """The server's app.
 
     models     a loaded model, or {name for clients: a loaded model, or a folder or hub repo id, loaded when needed}
@@ -108,10 +109,13 @@ def create_app(models, *, pool=None, token=None, cors=(), hosts=LOOPBACK, voices
     voices_folder   where voices that clients make are kept; None: in memory, until the server ends
     max_...    bounds: see Limits
     policy     a runtime.Policy for all requests; None: as the environment says
+    deadline, late   of requests that bring none, see deadline.py
     Raises CosyH3Error for a model that is not one."""
     limits = Limits(text=max_text, upload=max_upload, queue=max_queue, audio=max_audio, tokens=max_tokens)
     voices = Voices(voices_folder, max_voices)
     service = Service(Models(models, pool, workers, max_queue, policy), limits, voices)
+    if deadline is not None:
+        service.defaults = {"deadline": deadline, "late": late}
 
     @contextlib.asynccontextmanager
     async def lifespan(app):
@@ -155,9 +159,10 @@ async def _nothing(request):
 
 async def _http_error(request, e):
     """Starlette's own errors: no such path, no such method."""
+    path = request.scope["path"][:100]
     what = {
-        404: f"there is nothing at {request.url.path[:100]}",
-        405: f"{request.method} does not go with {request.url.path[:100]}",
+        404: f"there is nothing at {path}",
+        405: f"{request.method[:20]} does not go with {path}",
     }
     return ApiError(e.status_code, what.get(e.status_code, str(e.detail)), headers=e.headers).response()
 

@@ -5,6 +5,7 @@ Nothing a client names (a file, a part) becomes the name of anything here.
 
 import asyncio
 import json
+import math
 import re
 
 from mlx_cosyh3.errors import nearest
@@ -60,7 +61,7 @@ async def read_json(request, limit):
         raise ApiError(415, f"Content-Type must be application/json, not {kind[:100] or 'absent'}")
     raw = await read(request, limit)
     try:
-        value = json.loads(raw.decode(), parse_constant=_no_number)
+        value = json.loads(raw.decode(), parse_constant=_no_number, parse_float=_finite)
     except (ValueError, RecursionError) as e:
         raise ApiError(400, f"the body is not JSON: {str(e).splitlines()[0][:200]}", code="invalid_json") from None
     if not isinstance(value, dict):
@@ -69,7 +70,12 @@ async def read_json(request, limit):
 
 
 def _no_number(word):
-    raise ValueError(f"{word} is no JSON number")
+    raise ValueError(f"{word} is no number that can be used")
+
+
+def _finite(digits):
+    value = float(digits)
+    return value if math.isfinite(value) else _no_number(digits[:60])
 
 
 KINDS = {str: "a string", bool: "true or false", int: "a whole number", float: "a number", dict: "an object"}
@@ -93,6 +99,11 @@ def take(body, fields):
             raise ApiError(400, f"{name} must be {wanted}, not {_shown(value)}", param=name)
         if isinstance(value, str):
             check_text(name, value)
+        if kinds == (float,):
+            try:
+                value = float(value)
+            except OverflowError:
+                raise ApiError(400, f"{name} is too large a number: {_shown(value)}", param=name) from None
         out[name] = value
     return out
 

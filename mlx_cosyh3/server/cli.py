@@ -1,12 +1,14 @@
 """The command `serve`."""
 
+import ctypes
 import os
+import re
 import signal
 import socket
 import sys
 from pathlib import Path
 
-from mlx_cosyh3 import logs, runtime
+from mlx_cosyh3 import logs, policy_cli
 from mlx_cosyh3.errors import CosyH3Error
 
 HOST, PORT = "127.0.0.1", 8000
@@ -50,17 +52,21 @@ def add_arguments(parser):
     )
     parser.add_argument("--drain", type=int, default=DRAIN, metavar="S",
                         help=f"at SIGTERM: seconds that requests have to end ({DRAIN})")  # fmt: skip
-    runtime.add_arguments(parser)
+    policy_cli.add_arguments(parser, lighter=False)
 
 
 def run(args):
+    give_memory_back()
     logs.setup(os.environ.get(logs.VARIABLE) or "warning")
     app = build(args)
     import uvicorn
 
+    from mlx_cosyh3.server.connection import Connection
+
+    # What clients do wrong and what fails, `guard` tells in our own log.
     config = uvicorn.Config(
-        app, log_level="warning", access_log=False, server_header=False, proxy_headers=False, http="h11", ws="none",
-        lifespan="on", timeout_keep_alive=5, timeout_graceful_shutdown=args.drain,
+        app, log_level="critical", access_log=False, server_header=False, proxy_headers=False,
+        http=Connection, ws="none", lifespan="on", timeout_keep_alive=5, timeout_graceful_shutdown=args.drain,
         h11_max_incomplete_event_size=1 << 14,  # bytes of the headers
         limit_concurrency=args.max_queue + 64,
     )  # fmt: skip
@@ -80,6 +86,17 @@ def run(args):
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)
+
+
+def give_memory_back():
+    """Tell glibc to return large buffers when they are freed, and to keep few heaps.
+
+    Else every thread has a heap of its own in which freed arrays leave holes, and the process seems to grow for hours.
+    The variables by which glibc is told otherwise (MALLOC_ARENA_MAX ...) go first."""
+    set_option = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
+    if set_option is not None and not any(name.startswith("MALLOC_") for name in os.environ):
+        set_option(-8, 2)  # M_ARENA_MAX
+        set_option(-3, 1 << 18)  # M_MMAP_THRESHOLD, bytes; unless set it rises with what is freed
 
 
 def listen(host, port):
@@ -113,13 +130,17 @@ def build(args):
         raise CosyH3Error(
             f"--host {args.host} lets other machines in: give a token (--token-file F, or {TOKEN} in the environment)"
         )
+    for origin in args.cors:
+        if origin != "*" and not re.fullmatch(r"https?://[^/\s]+/?", origin):
+            raise CosyH3Error(f"--cors {origin}: give an origin, such as https://example.org, or * for all")
     hosts = LOOPBACK + tuple(args.allow_host) if local or args.allow_host else None
-    policy = runtime.from_arguments(args)
+    defaults = policy_cli.options(args)
     return create_app(
-        named(args.models or DEFAULT_MODELS), token=token, cors=tuple(o.rstrip("/") for o in args.cors), hosts=hosts,
+        named(args.models or DEFAULT_MODELS), token=token, hosts=hosts,
+        cors=tuple(o.rstrip("/").lower() for o in args.cors),
         voices_folder=None if args.voices is None else Path(args.voices).expanduser(), max_voices=args.max_voices,
         max_text=args.max_text, max_upload=args.max_upload << 20, max_queue=args.max_queue, max_audio=args.max_audio,
-        max_tokens=args.max_tokens, workers=args.workers, policy=policy,
+        max_tokens=args.max_tokens, workers=args.workers, **defaults,
     )  # fmt: skip
 
 

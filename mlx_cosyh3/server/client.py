@@ -6,7 +6,8 @@ from starlette.requests import Request
 
 from mlx_cosyh3.server.body import Gone
 
-STALL = 30  # seconds in which a client must take what it is sent
+STALL = 30  # seconds in which a client must take a piece of what it is sent
+PIECE = 1 << 18  # bytes
 
 
 def endpoint(read, answer):
@@ -18,9 +19,10 @@ def endpoint(read, answer):
         async def __call__(self, scope, receive, send):
             request = Request(scope, receive)
             asked = await read(request)
-            response = await unless_gone(request, answer(request, Client(send), *asked))
+            client = Client(send)
+            response = await unless_gone(request, answer(request, client, *asked))
             if response is not None:
-                await asyncio.wait_for(response(scope, receive, send), STALL)
+                await client.give(response)
 
     return Endpoint()
 
@@ -45,23 +47,32 @@ async def unless_gone(request, work):
 
 
 class Client:
-    """A streamed answer. Nothing is sent before `begin`, so that until then an error can still be the answer."""
+    """Takes an answer. Nothing is sent before `begin`, so that until then an error can still be the answer."""
 
     def __init__(self, send):
         self._send, self.begun = send, False
 
     async def begin(self, media_type, headers=()):
         pairs = [("content-type", media_type), *headers]
-        self.begun = True
-        await self._put({"type": "http.response.start", "status": 200,
-                         "headers": [(k.lower().encode(), v.encode("latin-1")) for k, v in pairs]})  # fmt: skip
+        await self._head(200, [(k.lower().encode(), v.encode("latin-1")) for k, v in pairs])
 
     async def write(self, data):
         if data:
             await self._put({"type": "http.response.body", "body": data, "more_body": True})
 
+    async def give(self, response):
+        """A whole Response, in pieces, so that only a client that takes nothing is given up."""
+        await self._head(response.status_code, response.raw_headers)
+        for at in range(0, len(response.body), PIECE):
+            await self.write(response.body[at : at + PIECE])
+        await self.end()
+
     async def end(self):
         await self._put({"type": "http.response.body", "body": b""})
+
+    async def _head(self, status, headers):
+        self.begun = True
+        await self._put({"type": "http.response.start", "status": status, "headers": headers})
 
     async def _put(self, message):
         try:

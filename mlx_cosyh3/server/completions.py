@@ -12,7 +12,7 @@ from starlette.responses import JSONResponse
 from mlx_cosyh3.errors import CosyH3Error
 from mlx_cosyh3.server import body
 from mlx_cosyh3.server.errors import ApiError, closing
-from mlx_cosyh3.server.speech import event, outcome
+from mlx_cosyh3.server.speech import event, in_time, outcome
 from mlx_cosyh3.textgen import TextOptions
 
 FIELDS = {
@@ -67,7 +67,8 @@ async def read(request):
     echo = fields.get("echo", False)
     if echo and not all(isinstance(p, str) for p in prompts):
         raise ApiError(400, "echo needs prompts of text, not of ids", param="echo")
-    options = {"max_tokens": 16} | {name: fields[name] for name in OPTIONS if name in fields} | {"logprobs": logprobs}
+    options = {"max_tokens": 16, "logprobs": logprobs} | service.defaults
+    options |= {name: fields[name] for name in OPTIONS if name in fields}
     if options["max_tokens"] > service.limits.tokens:
         raise ApiError(
             400,
@@ -130,13 +131,13 @@ async def answer(request, client, name, prompts, options, echo, streamed, usage,
         "created": int(time.time()),
         "model": name,
     }
-    seed = options.pop("seed", None)
+    seed, begin = options.pop("seed", None), time.perf_counter()
     async with contextlib.AsyncExitStack() as stack:
         tickets = []
         for r, prompt in enumerate(prompts):
             stack.enter_context(service.slot())
             scheduler = await stack.enter_async_context(service.models.scheduler(name))
-            own = options | {"seed": None if seed is None else seed + r}
+            own = in_time(options, begin) | {"seed": None if seed is None else seed + r}
             ask = service.models.ticket(scheduler.submit, prompt, stream=streamed, client=who, **own)
             tickets.append(await stack.enter_async_context(ask))
         heads = [p if echo else "" for p in prompts]

@@ -2,6 +2,7 @@
 
 from starlette.responses import JSONResponse
 
+LONGEST = 500  # characters of a message, which may quote what the client sent
 KINDS = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
 
 
@@ -12,6 +13,7 @@ class ApiError(Exception):
     headers   that go with it"""
 
     def __init__(self, status, message, *, param=None, code=None, headers=None):
+        message = message if len(message) <= LONGEST else message[:LONGEST] + " ..."
         super().__init__(message)
         self.status, self.message, self.param, self.code = status, message, param, code
         self.headers = headers or {}
@@ -32,6 +34,16 @@ def busy(seconds):
         code="queue_full",
         headers={"Retry-After": str(seconds)},
     )
+
+
+def late(message):
+    """A deadline that cannot be met, said before the work starts. Not 5xx: clients repeat those by themselves."""
+    return ApiError(422, message, param="deadline", code="deadline_cannot_be_met")
+
+
+def refused(error):
+    """The answer to a CosyH3Error that says so, else None."""
+    return late(str(error)) if str(error).startswith("deadline=") else None
 
 
 def closing():

@@ -62,6 +62,10 @@ class Guard:
                 self._check_token(request)
                 await self.app(scope, receive, tell)
             except ApiError as e:
+                if status is not None:  # the answer has begun: left unfinished, the client sees that it is cut off
+                    log.error("answer cut off", route=_route(request), error=e)
+                    status = e.status
+                    return
                 await e.response()(scope, receive, tell)
             except Gone:
                 status = 499
@@ -71,7 +75,7 @@ class Guard:
             except Exception as e:  # of any kind: the server goes on, and the report says where it was
                 log.error("request failed", route=_route(request), error=e)
                 logs.report("server", e, route=_route(request))
-                if status is not None:  # the answer has begun: left unfinished, the client sees that it is cut off
+                if status is not None:
                     status = 500
                     return
                 e = ApiError(
@@ -99,7 +103,7 @@ class Guard:
             )
 
     def _check_token(self, request):
-        if self._token is None or request.url.path in OPEN:
+        if self._token is None or request.scope["path"] in OPEN:
             return
         kind, _, given = request.headers.get("authorization", "").partition(" ")
         if kind.lower() != "bearer" or not hmac.compare_digest(_digest(given.strip()), self._token):
@@ -148,7 +152,7 @@ def _hostname(host):
 
 
 def _route(request):
-    path = request.url.path
+    path = request.scope["path"]  # not that of request.url, in which the Host header has a say
     if path.startswith("/v1/voices/"):
         return "/v1/voices/{id}"
     return path if path in ROUTES else "other"

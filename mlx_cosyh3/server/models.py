@@ -15,7 +15,7 @@ from mlx_cosyh3.errors import CosyH3Error, nearest
 from mlx_cosyh3.load import find_model, read_config
 from mlx_cosyh3.pool import Pool, PoolBusy
 from mlx_cosyh3.scheduler import Closed, QueueFull, Scheduler
-from mlx_cosyh3.server.errors import ApiError, busy, closing
+from mlx_cosyh3.server.errors import ApiError, busy, closing, refused
 
 THREADS = 4  # for what would hold up the event loop: checking texts, decoding and encoding audio
 LOADERS = 2  # threads that load models, or wait for room for one
@@ -109,7 +109,7 @@ class Models:
         except Closed:
             raise closing() from None
         except CosyH3Error as e:
-            raise ApiError(400, str(e)) from None
+            raise refused(e) or ApiError(400, str(e)) from None
         try:
             yield ticket
         finally:

@@ -11,13 +11,14 @@ import time
 
 from starlette.responses import Response
 
+from mlx_cosyh3 import logs
 from mlx_cosyh3.cosyvoice import modes
 from mlx_cosyh3.cosyvoice.options import SpeechOptions
-from mlx_cosyh3.errors import CosyH3Error
+from mlx_cosyh3.errors import CosyH3Error, StageError
 from mlx_cosyh3.logs import plain
 from mlx_cosyh3.server import body
 from mlx_cosyh3.server.encode import FORMATS, Encoder, encode, media_type
-from mlx_cosyh3.server.errors import ApiError, closing
+from mlx_cosyh3.server.errors import ApiError, closing, late, refused
 
 # Fields that go to `generate` as they are
 OPTIONS = {
@@ -30,6 +31,7 @@ FIELDS = {
     "stream_format": str, "stream": bool, "user": str,
 } | OPTIONS  # fmt: skip
 MOST_STEPS = 100
+log = logs.get("server")
 
 
 async def read(request):
@@ -43,6 +45,11 @@ async def read(request):
             400, f"input has {len(text)} characters, the limit is {service.limits.text}: send it in parts",
             param="input", code="text_too_long",
         )  # fmt: skip
+    if len(fields.get("instructions", "")) > service.limits.text:
+        raise ApiError(
+            400, f"instructions are longer than the limit of {service.limits.text} characters",
+            param="instructions", code="text_too_long",
+        )  # fmt: skip
     kind = fields.get("response_format", "mp3")
     if kind not in FORMATS:
         raise ApiError(
@@ -54,7 +61,7 @@ async def read(request):
     streamed = fields.get("stream", "stream_format" in fields)
     if not streamed and events == "sse":
         raise ApiError(400, "stream_format sse goes with stream true, or without stream", param="stream")
-    options = {name: fields[name] for name in OPTIONS if name in fields}
+    options = service.defaults | {name: fields[name] for name in OPTIONS if name in fields}
     options |= {"speed": fields.get("speed", 1.0), "instruct": fields.get("instructions")}
     if options.get("steps", 1) > MOST_STEPS:
         raise ApiError(400, f"steps must be at most {MOST_STEPS} here, not {options['steps']}", param="steps")
@@ -81,19 +88,31 @@ async def answer(request, client, text, name, voice, kind, streamed, options, wh
     notes = []
     with service.slot():
         async with service.models.scheduler(name) as scheduler:
-            model = scheduler.model
+            if (model := scheduler.model) is None:
+                raise closing()
             options["voice"] = find_voice(service, model, voice)
             ask = service.models.ticket(
-                scheduler.submit, text, stream=streamed is not None, client=who, note=notes.append, **options
-            )
+                scheduler.submit, text, stream=streamed is not None, client=who, note=notes.append,
+                **in_time(options, begin),
+            )  # fmt: skip
             async with ask as ticket:
                 if streamed is None:
                     response = await _whole(service, ticket, kind)
                 elif streamed == "sse":
-                    response = await _events(service, client, ticket, kind, model.sample_rate, notes, begin)
+                    return await _events(service, client, ticket, kind, model, notes, begin)
                 else:
-                    response = await _audio(service, client, ticket, kind, model.sample_rate, begin)
-    return response
+                    return await _audio(service, client, ticket, kind, model.sample_rate, begin)
+        await client.give(response)  # in here: as long as it is held in memory it counts
+
+
+def in_time(options, begin):
+    """The options with what is left of `deadline` since `begin`: a model may have been loaded meanwhile."""
+    asked, spent = options.get("deadline"), time.perf_counter() - begin
+    if asked is None or spent < 0.01 * asked:  # so that what is said of it names what was asked for
+        return options
+    if spent >= asked:
+        raise late(f"deadline={asked:g} passed before the model was loaded: ask again")
+    return options | {"deadline": asked - spent}
 
 
 def find_voice(service, model, voice):
@@ -133,8 +152,15 @@ async def outcome(awaitable):
     """Await the work of a ticket; an error of ours in it is one of the server, since all input was checked before."""
     try:
         return await awaitable
+    except StageError as e:  # what it quotes of the machine is for the log
+        log.error("a stage failed", error=e)
+        logs.report("server", e)
+        raise ApiError(
+            500, "a stage of the model failed: try again, or ask for less at once; the server's log knows more",
+            code="generation_failed",
+        ) from e  # fmt: skip
     except CosyH3Error as e:
-        raise ApiError(500, str(e), code="generation_failed") from e
+        raise refused(e) or ApiError(500, str(e), code="generation_failed") from e
 
 
 async def _encoded(service, ticket, kind, rate, begin):
@@ -164,24 +190,26 @@ async def _audio(service, client, ticket, kind, rate, begin):
     await client.end()
 
 
-async def _events(service, client, ticket, kind, rate, notes, begin):
+async def _events(service, client, ticket, kind, model, notes, begin):
     """Server-sent events: audio in base64, and at last what it took."""
     try:
-        async with contextlib.aclosing(_encoded(service, ticket, kind, rate, begin)) as encoded:
+        async with contextlib.aclosing(_encoded(service, ticket, kind, model.sample_rate, begin)) as encoded:
             async for data in encoded:
                 if not client.begun:
                     await client.begin("text/event-stream")
                 await client.write(event({"type": "speech.audio.delta", "audio": base64.b64encode(data).decode()}))
         result = await _end(service, ticket)
+        read = await service.models.in_thread(lambda: sum(map(model.tokenizer.count, result.segments)))
     except ApiError as e:
         if not client.begun:
             raise
         await client.write(event({"type": "error"} | e.body()))
         await client.end()
         return
+    written = len(result.tokens)
     await client.write(event({
         "type": "speech.audio.done",
-        "usage": {"input_tokens": 0, "output_tokens": len(result.tokens), "total_tokens": len(result.tokens)},
+        "usage": {"input_tokens": read, "output_tokens": written, "total_tokens": read + written},
         "duration": result.duration, "rtf": result.rtf, "mode": result.mode, "finish_reason": result.finish_reason,
         "seconds": result.seconds, "decisions": plain(result.decisions), "notes": notes,
     }))  # fmt: skip

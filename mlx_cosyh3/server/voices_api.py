@@ -61,7 +61,8 @@ async def read(request):
 
 async def create(request, client, name, label, text, data, who):
     service = request.app.state.service
-    with service.slot(), service.voices.place():
+    # What is decoded of a recording may be much larger than its file: so this, too, is for few at a time.
+    with service.slot(), service.upload(), service.voices.place():
         async with service.models.scheduler(name) as scheduler:
             if (model := scheduler.model) is None:
                 raise closing()
