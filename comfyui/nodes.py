@@ -6,6 +6,7 @@ AUDIO is ComfyUI's: {"waveform": float32 tensor [B, C, T], "sample_rate": Hz}. W
 
 import logging
 import sys
+from pathlib import Path
 
 MAX_SEED = 2**32 - 1
 
@@ -23,6 +24,12 @@ class LoadModel:
     def INPUT_TYPES(cls):
         tip = "a folder, a hub repo (owner/name), or one that comes along: cosyvoice3-tiny speaks, h3-tiny writes"
         return {"required": {"model": ("STRING", {"default": "cosyvoice3-tiny", "tooltip": tip})}}
+
+    @classmethod
+    def IS_CHANGED(cls, model=""):
+        """A folder that was written anew is loaded anew; ComfyUI compares what this returns with the time before."""
+        config = Path(model.strip()).expanduser() / "config.json"
+        return config.stat().st_mtime_ns if config.is_file() else 0
 
     def load_model(self, model):
         _installed()

@@ -4,9 +4,9 @@
     mlx_cosyh3 bench compare a.json b.json
     mlx_cosyh3 bench --table cosyvoice3-tiny
 
-Each mode ("at_once", "streamed", "batch") is run once before, which shows what the first use costs: MLX compiles its
-kernels then. All runs draw with one seed. What is not comparable is told, never left out in silence. How two reports
-are compared is in `bench_compare.py`, how the power is read in `power.py`.
+Each mode ("at_once", "streamed", "batch", "vc") is run once before, which shows what the first use costs: MLX compiles
+its kernels then. All runs draw with one seed. What is not comparable is told, never left out in silence. How two
+reports are compared is in `bench_compare.py`, how the power is read in `power.py`.
 """
 
 import dataclasses
@@ -22,13 +22,13 @@ import mlx.core as mx
 from mlx.utils import tree_flatten
 
 from mlx_cosyh3 import logs
-from mlx_cosyh3.bench_compare import compare_files
+from mlx_cosyh3.bench_compare import compare_files, number
 from mlx_cosyh3.errors import CosyH3Error, nearest
 from mlx_cosyh3.load import find_model, load
 
 SENTENCE = "Your train leaves at nine from platform four."  # what a model that speaks says
 PROMPT = "It was a dark and stormy night, and"  # what a language model continues
-MODES = ("at_once", "streamed", "batch")
+MODES = ("at_once", "streamed", "batch", "vc")  # vc: a recording is said by another voice
 METRICS = {  # name: (unit, which is better, what it is)
     "total": ("s", "lower", "from the call to the whole result"),
     "first_audio": ("s", "lower", "from the call to the first piece of audio"),
@@ -57,12 +57,14 @@ class Job:
 
     options   of `generate`
     batch     how many at once in mode "batch"
+    source    in mode "vc": the recording, a path or (samples, rate)
     clock, cpu_clock   seconds of the wall and of all threads of this process"""
 
     text: str
     options: dict = field(default_factory=dict)
     runs: int = 5
     batch: int = 4
+    source: object = None
     clock: object = time.perf_counter
     cpu_clock: object = time.process_time
 
@@ -129,6 +131,8 @@ def one_run(model, mode, job):
         results = [stream.result]
     elif mode == "batch":
         results = model.batch_generate([job.text] * job.batch, **job.options)
+    elif mode == "vc":
+        results = [model.convert_voice(job.source, **job.options)]
     else:
         results = [model.generate(job.text, **job.options)]
     total, busy = job.clock() - begin, job.cpu_clock() - busy
@@ -166,7 +170,7 @@ def bench(name, modes, make_job, *, loader=load, clock=time.perf_counter, step=l
         "bench": 1,
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "model": describe(model, name),
-        "settings": {"text": job.text, "batch": job.batch, "options": logs.plain(job.options, allow=True)},
+        "settings": {"text": job.text, "batch": job.batch, "options": _told(job.options)},
         "load": summary("load", [loaded]),
         "modes": {},
     }
@@ -175,7 +179,15 @@ def bench(name, modes, make_job, *, loader=load, clock=time.perf_counter, step=l
     return report | {k: v for k, v in logs.machine().items() if k != "memory"}
 
 
+def _told(options):
+    """Options as the report holds them: a Voice by its name, and none that does not change the work."""
+    voice = options.get("voice")
+    told = options | ({"voice": voice.name} if hasattr(voice, "name") else {})
+    return logs.plain({name: value for name, value in told.items() if name != "note"}, allow=True)
+
+
 def describe(model, name):
+    """What a report says of a model: name (of a folder its last part), type, formats, bytes of its weights."""
     config = model.config if isinstance(model.config, dict) else dataclasses.asdict(model.config)
     shown = Path(str(name)).name if name is not None else "the small model of the package"
     found = {"name": shown, "type": config.get("model_type", "h3"), "quantization": config.get("quantization"),
@@ -198,7 +210,8 @@ def show(report):
     for mode, found in report["modes"].items():
         made = found["made"]
         audio = f", {made['seconds']:.2f} s of audio" if "seconds" in made else ""
-        lines += ["", f"{mode}: {found['runs']} runs, each {made['tokens']} tokens{audio}"]
+        runs = "1 run," if found["runs"] == 1 else f"{found['runs']} runs, each"
+        lines += ["", f"{mode}: {runs} {made['tokens']} tokens{audio}"]
         lines.append(f"  {'':17}{'median':>10}{'min':>10}{'max':>10}{'spread':>9}")
         for name, m in found["metrics"].items():
             numbers = "".join(f"{number(m[key]):>10}" for key in ("median", "min", "max"))
@@ -207,11 +220,6 @@ def show(report):
         if not found["same_work"]:
             lines.append("  note: the runs did not all make the same tokens: their times differ for that reason, too")
     return "\n".join(lines)
-
-
-def number(x):
-    """Three digits or so."""
-    return f"{x:.0f}" if abs(x) >= 100 else f"{x:.3g}" if abs(x) >= 1e-3 or x == 0 else f"{x:.1e}"
 
 
 TABLE = ("mode", "s per sentence", "s to first", "CPU %", "memory GB", "power W")
@@ -245,14 +253,17 @@ def show_table(rows):
 
 
 def add_arguments(parser):
+    from mlx_cosyh3.speech_cli import add_voice
+
     parser.add_argument("what", nargs="*", metavar="MODEL", help="model folders or hub repo ids; default: the small "
                         "language model; or: compare A.json B.json")  # fmt: skip
     parser.add_argument("--runs", type=int, default=5, metavar="N", help="runs of each mode, after one to warm up (5)")
-    parser.add_argument("--modes", default="at_once,streamed", metavar="M,M", help=f"some of {','.join(MODES)} "
-                        "(at_once,streamed; with --table all)")  # fmt: skip
+    parser.add_argument("--modes", metavar="M,M", help=f"some of {','.join(MODES)} "
+                        "(at_once,streamed; with --table batch, too; with --recording vc, too)")  # fmt: skip
     parser.add_argument("--batch", type=int, default=4, metavar="N", help="texts at once in mode batch (4)")
     parser.add_argument("--text", metavar="TEXT", help="what to speak or to continue")
-    parser.add_argument("--voice", metavar="V", help="models that speak: a voice of the model; default: its first")
+    add_voice(parser)
+    parser.add_argument("--recording", metavar="F", help="mode vc: what is to be said in another voice")
     parser.add_argument("--max-tokens", type=int, default=100, metavar="N", help="models that continue text (100)")
     parser.add_argument("--seed", type=int, default=1, metavar="S", help="of all runs (1)")
     parser.add_argument("--json", metavar="F", help="write the report; '-' prints it in place of the tables")
@@ -272,11 +283,11 @@ def run(args):
     """The command `bench`."""
     _check_output(args)
     if args.what and args.what[0] == "compare":
-        return compare_files(args.what[1:], args.json)
-    modes = MODES if args.table and args.modes == "at_once,streamed" else args.modes.split(",")
-    for mode in modes:
-        if mode not in MODES:
-            raise CosyH3Error(f"--modes: there is no mode {mode!r}{nearest(mode, MODES)}; there are {', '.join(MODES)}")
+        for name in ("table", "text", "modes", "voice", "recording"):
+            if getattr(args, name):
+                raise CosyH3Error(f"compare measures nothing: leave --{name} out")
+        return compare_files(args.what[1:], args.json, args.plot)
+    modes = _modes(args)
     Job("", {}, args.runs, args.batch)  # bad numbers before a model is loaded
     names = args.what or [None]
     if len(names) > 1 and not args.table:
@@ -291,6 +302,21 @@ def run(args):
     return _deliver(args, report, show(report), [(report["model"]["name"], report)])
 
 
+def _modes(args):
+    """The modes that are asked for."""
+    if args.recording is not None and not Path(args.recording).expanduser().is_file():
+        raise CosyH3Error(f"--recording: there is no recording {args.recording}")
+    if args.modes is None:
+        return MODES[: 3 if args.table else 2] + (("vc",) if args.recording else ())
+    modes = args.modes.split(",")
+    for mode in modes:
+        if mode not in MODES:
+            raise CosyH3Error(f"--modes: there is no mode {mode!r}{nearest(mode, MODES)}; there are {', '.join(MODES)}")
+    if ("vc" in modes) != (args.recording is not None):
+        raise CosyH3Error("mode vc goes with --recording FILE: give both, or neither")
+    return modes
+
+
 def _run_table(args, names, modes):
     from mlx_cosyh3.power import Power
 
@@ -302,8 +328,9 @@ def _run_table(args, names, modes):
                 report = bench(name, modes, lambda model: _job(args, model, device), step=bar.update, power=power)
                 on = device or report["machine"]["backend"].lower()
                 reports.append((f"{report['model']['name']} on {on}", report))
-    lines = [show_table(table_rows(reports)), "", f"Medians of {args.runs} runs. CPU: 100 % is one core. Memory: the "
-             "most that MLX held. A language model's sentence is its whole text."]  # fmt: skip
+    runs = "One run each" if args.runs == 1 else f"Medians of {args.runs} runs"
+    lines = [show_table(table_rows(reports)), "", f"{runs}. CPU: 100 % is one core. Memory: the most that MLX held. "
+             "A language model's sentence is its whole text."]  # fmt: skip
     if power.trouble is not None:
         lines.append(f"No power: {power.trouble}.")
     return _deliver(args, {"table": 1, "reports": [r for _, r in reports]}, "\n".join(lines), reports)
@@ -324,16 +351,35 @@ def _deliver(args, report, text, reports):
 
 def _job(args, model, device=None):
     spoken = hasattr(model, "voices")
-    options = {"seed": args.seed} | ({"voice": args.voice} if spoken else {"max_tokens": args.max_tokens})
-    if args.voice is not None and not spoken:
-        raise CosyH3Error("--voice goes with models that speak: leave it out")
-    if spoken and args.voice is not None:
-        model.find_voice(args.voice)  # raises, with the names there are
+    options = {"seed": args.seed} | ({} if spoken else {"max_tokens": args.max_tokens})
+    for name in ("voice", "voice_text", "recording"):
+        if getattr(args, name) is not None and not spoken:
+            raise CosyH3Error(f"--{name.replace('_', '-')} goes with models that speak: leave it out")
+    if spoken:
+        from mlx_cosyh3.speech_cli import find_voice
+
+        options["voice"] = find_voice(model, args.voice, args.voice_text)  # raises, with the names there are
+        options["note"] = _Notes()
+    if args.recording is not None:
+        model.need("speech_tokenizer")
     if device is not None:
         from mlx_cosyh3.runtime import Policy
 
         options["policy"] = Policy(device=device, on_battery="ignore", at_heat="ignore")
-    return Job(args.text or (SENTENCE if spoken else PROMPT), options, args.runs, args.batch)
+    source = None if args.recording is None else Path(args.recording).expanduser()
+    return Job(args.text or (SENTENCE if spoken else PROMPT), options, args.runs, args.batch, source)
+
+
+class _Notes:
+    """Tells what a model notes once, not with each run."""
+
+    def __init__(self):
+        self._told = set()
+
+    def __call__(self, text):
+        if text not in self._told:
+            self._told.add(text)
+            print(f"note: {text}", file=sys.stderr)
 
 
 def _check_output(args):

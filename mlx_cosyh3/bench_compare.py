@@ -24,7 +24,8 @@ COMPARABLE = {  # parts of a report that are to be the same
 def compare(a, b):
     """Two reports -> {"notes": what makes them less comparable, "modes": {mode: {metric: {a, b, ratio, p, verdict}}}}.
 
-    ratio is b / a. verdict: "better" or "worse" (b than a), "same" (within the spread), "too few runs"."""
+    ratio is b / a. verdict: "better" or "worse" (b than a), "same" (within the spread), "too few runs", or "-": what
+    there is but once of, such as the first run, has no spread to judge by."""
     modes = {}
     for mode in a["modes"]:
         if mode in b["modes"]:
@@ -37,7 +38,9 @@ def _verdict(a, b):
     x, y, better = a["median"], b["median"], a["better"]
     p = rank_test(a["values"], b["values"])
     found = {"unit": a["unit"], "a": x, "b": y, "ratio": y / x if x else None, "p": p}
-    if rarest(len(a["values"]), len(b["values"])) >= RARE:
+    if len(a["values"]) == len(b["values"]) == 1:
+        verdict = "-"
+    elif rarest(len(a["values"]), len(b["values"])) >= RARE:
         verdict = "too few runs"
     elif p >= RARE or abs(y - x) < SMALL * abs(x):
         verdict = "same"
@@ -152,13 +155,20 @@ def _is_number(x):
     return isinstance(x, (int, float)) and not isinstance(x, bool) and math.isfinite(x)
 
 
-def compare_files(paths, out=None):
-    """The command: compare two files, print, and write what was found to `out` ("-": print that alone)."""
+def compare_files(paths, out=None, picture=None):
+    """The command: compare two files, print, and write what was found to `out` ("-": print that alone).
+
+    picture   a path: both side by side"""
     if len(paths) != 2:
         raise CosyH3Error(f"compare takes two files, not {len(paths)}: mlx_cosyh3 bench compare a.json b.json")
-    found = compare(*(read(p) for p in paths))
+    reports = [read(p) for p in paths]
+    found = compare(*reports)
     if not found["modes"]:
         raise CosyH3Error(f"{paths[0]} and {paths[1]} have no mode in common")
+    if picture is not None:
+        from mlx_cosyh3 import plot
+
+        plot.bench([(Path(p).name, report) for p, report in zip(paths, reports)], picture)
     text = json.dumps(found, indent=1, ensure_ascii=False)
     if out == "-":
         print(text)
@@ -169,9 +179,13 @@ def compare_files(paths, out=None):
     return 0
 
 
-def show(found):
-    from mlx_cosyh3.bench import number
+def number(x):
+    """Three digits or so."""
+    return f"{x:.0f}" if abs(x) >= 100 else f"{x:.3g}" if abs(x) >= 1e-3 or x == 0 else f"{x:.1e}"
 
+
+def show(found):
+    """What `compare` found, as text for people."""
     lines = [f"note: {note}" for note in found["notes"]]
     for mode, metrics in found["modes"].items():
         lines += ["", f"{mode:19}{'a':>10}{'b':>10}{'b / a':>9}  b is"]

@@ -27,7 +27,7 @@ from pathlib import Path
 
 import numpy as np
 
-from mlx_cosyh3.errors import CosyH3Error, nearest
+from mlx_cosyh3.errors import CosyH3Error, NotFiniteError, nearest
 
 VARIABLE, TEXT_VARIABLE = "MLX_COSYH3_LOG", "MLX_COSYH3_LOG_TEXT"
 ROOT = "mlx_cosyh3"
@@ -245,16 +245,25 @@ def plain(value, name=None, allow=None, depth=0):
 
 
 def _message(error, allow, secrets=()):
-    """What an error says, without what it quotes of the user's input."""
-    said = str(error)
+    """What an error says, without what it may say of the user's: what is quoted, paths, and `secrets`.
+
+    Who knows only that much of a message still has its type and its place."""
     if allow:
-        return said[: 4 * LONGEST]
-    # What the machine says quotes names of functions; other errors quote what they were given.
-    if not isinstance(error, (RuntimeError, MemoryError)) or isinstance(error, CosyH3Error):
-        said = re.sub(r"(['\"]).*?\1", lambda found: f"[{len(found[0]) - 2} characters]", said, flags=re.S)
+        return str(error)[: 4 * LONGEST]
+    if isinstance(error, OSError) and error.strerror:
+        return f"[Errno {error.errno}] {error.strerror}"  # without the file
+    said = str(error)
     for text in sorted(secrets, key=len, reverse=True):
-        said = said.replace(text, f"[{len(text)} characters]")
-    return said[: 4 * LONGEST]
+        said = said.replace(text, "[...]")
+    if type(error) not in (RuntimeError, MemoryError, NotFiniteError):
+        # From the first quote to the last: a text may hold quotes itself, and "can't" is none.
+        said = re.sub(r"(?s)['\"`].*['\"`]", "[...]", said)
+    return _without_paths(said)[: 4 * LONGEST]  # what the machine says quotes names of functions
+
+
+def _without_paths(text):
+    """`text` with [path] for what looks like one, up to a quote, a mark or the line's end: a name may hold spaces."""
+    return re.sub(r"(?<![\w.~/])(?:~|\.{1,2}|[A-Za-z]:)?[/\\][^\s/][^'\":;,()\n]*", "[path]", text)
 
 
 # ---------------------------------------------------------------- reports of failures
@@ -284,6 +293,8 @@ def _write_report(kind, error, facts, allow):
     from mlx_cosyh3.kernels._trust import cache_folder, write_file
 
     known = {name: plain(value, name, allow) for name, value in facts.items()}
+    if not allow:
+        known = {name: _without_paths(v) if isinstance(v, str) else v for name, v in known.items()}
     words = [v for n, v in facts.items() if n in PRIVATE and isinstance(v, str) and v.strip()]
     told = _errors(error, allow, words)
     where = json.dumps([kind, [(e["type"], e["at"]) for e in told]])

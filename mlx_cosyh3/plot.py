@@ -10,22 +10,27 @@ from pathlib import Path
 
 import numpy as np
 
+from mlx_cosyh3.bench_compare import number
 from mlx_cosyh3.cosyvoice import audio, features
 from mlx_cosyh3.errors import CosyH3Error, nearest
 
 ENDINGS = (".png", ".svg", ".pdf")
 COLUMNS = 4000  # of what is drawn across the picture: a longer recording is drawn coarser
 LONGEST = 600.0  # s of a recording that are read in one picture
-# The mel of a recording without a model: CosyVoice 2 and 3's.
+# The mel of a recording without a model: CosyVoice 2 and 3's, and so is the rate of tokens.
 MEL = {"rate": 24000, "n_fft": 1920, "hop": 480, "win": 1920, "fmin": 0, "fmax": None, "bins": 80}
+TOKEN_RATE = 25
+LINES = 300  # token boundaries that are drawn as lines; more would hide the waveform
+FLOOR = float(np.log(1e-5))  # where a mel is clipped: silence
 BLUE, ORANGE, GREY = "#20639b", "#d1603d", "#888888"
 
 
 def speech(source, path=None, model=None, title=None):
     """Draw a recording -> matplotlib's Figure, written to `path` if that is given.
 
-    source   a path, an open file, or (samples, rate)
-    model    a CosyVoice model with a speech tokenizer: its mel settings, and its speech tokens are drawn, too
+    source   a path, an open file, or (samples [T] or [T, C], rate Hz); of any rate and up to 600 s
+    model    a CosyVoice model with a speech tokenizer: its mel settings, and the tokens that it hears. Without one the
+             strip shows where tokens begin and end, 25 a second, and not which they are
     Raises CosyH3Error for a recording that cannot be read or a picture that cannot be written."""
     Figure = _figure()
     samples, rate = audio.read_audio(source)
@@ -36,21 +41,17 @@ def speech(source, path=None, model=None, title=None):
     if model is not None:
         model.need("speech_tokenizer")
         tokens = model.speech_tokens(samples, rate)
-    settings = MEL if model is None else model.mel_settings()
-    rows = 3 if tokens is None else 4
-    figure = Figure(figsize=(12, 2 + 1.8 * rows), dpi=100, layout="constrained")
-    axes = figure.subplots(rows, 1, sharex=True, height_ratios=[1, 2, 1.2, 0.5][:rows])
+    figure = Figure(figsize=(12, 9), dpi=100, layout="constrained")
+    axes = figure.subplots(4, 1, sharex=True, height_ratios=[1, 2, 1, 0.5])
     _wave(axes[0], samples, rate)
-    _mel(axes[1], samples, rate, settings)
-    times, hz = pitch(samples, rate)
-    axes[2].plot(times, hz, ".", color=BLUE, markersize=3)
-    axes[2].set(ylabel="f0, Hz", ylim=(50, 520))
-    if tokens is not None:
-        _tokens(axes, tokens, model.token_rate)
+    _mel(axes[1], samples, rate, MEL if model is None else model.mel_settings())
+    _pitch(axes[2], samples, rate)
+    _tokens(axes, tokens, seconds, TOKEN_RATE if model is None else model.token_rate)
     axes[-1].set(xlabel="s", xlim=(0, seconds))
     if title is None:
         title = Path(source).name if isinstance(source, (str, os.PathLike)) else "recording"
     axes[0].set_title(title, loc="left")
+    axes[0].set_title(f"{seconds:.3g} s, {rate} Hz", loc="right", fontsize="medium", color=GREY)
     if path is not None:
         save(figure, path)
     return figure
@@ -59,7 +60,8 @@ def speech(source, path=None, model=None, title=None):
 def _wave(ax, samples, rate):
     """Line of the samples, or their highest and lowest where several fall on one column."""
     if len(samples) <= 2 * COLUMNS:
-        ax.plot(np.arange(len(samples)) / rate, samples, color=BLUE, linewidth=0.7)
+        ax.plot(np.arange(len(samples)) / rate, samples, color=BLUE, linewidth=0.7,
+                marker="." if len(samples) < 200 else "", clip_on=len(samples) >= 200)  # fmt: skip
     else:
         edges = np.linspace(0, len(samples), COLUMNS + 1).astype(int)[:-1]
         high, low = np.maximum.reduceat(samples, edges), np.minimum.reduceat(samples, edges)
@@ -69,46 +71,82 @@ def _wave(ax, samples, rate):
 
 
 def _mel(ax, samples, rate, settings):
+    """Log magnitudes from silence to the loudest; bins are labelled by the frequency in their middle."""
     x = audio.resample(samples, rate, settings["rate"])
     if len(x) < settings["n_fft"]:
         x = np.pad(x, (0, settings["n_fft"] - len(x)))
     mel = features.mel_spectrogram(x, **settings)  # [T, bins]
     end = len(mel) * settings["hop"] / settings["rate"]
     mel = mel[:: max(1, len(mel) // COLUMNS)]
-    ax.imshow(mel.T, origin="lower", aspect="auto", extent=(0, end, 0, mel.shape[1]), cmap="magma")
-    ax.set(ylabel="mel bin")
+    ax.imshow(mel.T, origin="lower", aspect="auto", extent=(0, end, 0, mel.shape[1]), cmap="magma", vmin=FLOOR,
+              vmax=max(mel.max(), FLOOR + 5))  # fmt: skip
+    filters = features.slaney_filters(*(settings[k] for k in ("rate", "n_fft", "bins", "fmin", "fmax")))
+    middles = filters.argmax(axis=1) * settings["rate"] / settings["n_fft"]  # Hz
+    shown = [hz for hz in (500, 1000, 2000, 4000, 8000) if hz < middles[-1]]
+    ax.set_yticks(np.interp(shown, middles, np.arange(len(middles)) + 0.5), [f"{hz / 1000:g}" for hz in shown])
+    ax.set(ylabel="mel, kHz")
 
 
-def _tokens(axes, tokens, rate):
-    """A strip of the speech tokens, and in the waveform a line where the token changes."""
-    edges = np.flatnonzero(np.diff(tokens, prepend=-1)) / rate
-    for x in edges:
-        axes[0].axvline(x, color=ORANGE, linewidth=0.4, alpha=0.6)
+def _pitch(ax, samples, rate):
+    times, hz = pitch(samples, rate)
+    top = 520 if np.nanmax(hz, initial=0) > 300 else 320
+    ax.plot(times, hz, ".", color=BLUE, markersize=3)
+    ax.set(ylabel="f0, Hz", ylim=(50, top))
+    ax.grid(axis="y", color=GREY, alpha=0.25, linewidth=0.5)
+    if np.isnan(hz).all():
+        ax.text(0.5, 0.5, "no pitch", transform=ax.transAxes, ha="center", va="center", color=GREY)
+
+
+def _tokens(axes, tokens, seconds, rate):
+    """A strip of the speech tokens, coloured by id, or shaded in turn where the ids are not known (None).
+
+    In the waveform a line is where a token begins that is not the one before."""
     strip = axes[3]
-    colours = (tokens.astype(np.int64) * 2654435761 % 2**32) / 2**32  # ids that are near are not alike
-    strip.imshow(colours[None], aspect="auto", extent=(0, len(tokens) / rate, 0, 1), cmap="hsv", vmin=0, vmax=1,
-                 interpolation="nearest")  # fmt: skip
-    if len(tokens) <= 80:
+    if tokens is None:
+        count = int(np.ceil(seconds * rate))
+        edges, colours, drawn = np.arange(count), np.arange(count) % 2, {"cmap": "Greys", "vmax": 4}
+    else:
+        count = len(tokens)
+        edges = np.flatnonzero(np.diff(tokens, prepend=-1))
+        colours = (tokens.astype(np.int64) * 2654435761 % 2**32) / 2**32  # ids that are near are not alike
+        drawn = {"cmap": "hsv", "vmax": 1}
+    for x in edges / rate if len(edges) <= LINES else ():
+        axes[0].axvline(x, color=ORANGE, linewidth=0.4, alpha=0.6)
+    if count:
+        strip.imshow(colours[None], aspect="auto", extent=(0, count / rate, 0, 1), vmin=0, interpolation="nearest",
+                     **drawn)  # fmt: skip
+    if tokens is not None and count <= 80:
         for n, token in enumerate(tokens):
             strip.text((n + 0.5) / rate, 0.5, str(token), rotation=90, ha="center", va="center", fontsize=6)
-    strip.set(ylabel="token", yticks=[])
+    strip.set(ylabel=f"tokens,\n{rate:g} a s", yticks=[])
 
 
 # ---------------------------------------------------------------- pitch
 
 
 def pitch(samples, rate, low=60.0, high=500.0, hop=0.01):
-    """(times s [T], Hz [T]; NaN where there is no voice) of a recording, by YIN (de Cheveigne and Kawahara, 2002)."""
+    """(times s [T], Hz [T]; NaN where there is no voice) of samples [N] at `rate` Hz, mono.
+
+    low, high   Hz that are looked for
+    hop         s between two values; longer where there would be more than COLUMNS
+    YIN (de Cheveigne and Kawahara, 2002), float64."""
     rate_in, rate = rate, 16000
     x = audio.resample(samples, rate_in, rate).astype(np.float64)
     window, first, last = 512, int(rate / high), int(rate / low)  # samples
     step = int(rate * max(hop, len(x) / rate / COLUMNS))
-    x = np.pad(x, (window // 2, window + last))
+    x = np.pad(x - x.mean(), (window // 2, window + last))
     frames = np.lib.stride_tricks.sliding_window_view(x, window + last + 1)[::step]
     loud = np.sqrt(np.mean(np.square(frames[:, :window]), axis=1))
     hz = np.concatenate([_yin(frames[i : i + 512], window, first, last) for i in range(0, len(frames), 512)])
     hz = np.where(loud > max(1e-4, 0.01 * loud.max(initial=0)), rate / hz, np.nan)
-    return np.arange(len(frames)) * step / rate, hz
+    return np.arange(len(frames)) * step / rate, _without_leaps(hz)
+
+
+def _without_leaps(hz):
+    """Pitch [T] without the frames that none of the two before and after agrees with: half or twice it, mostly."""
+    around = np.lib.stride_tricks.sliding_window_view(np.pad(hz, 2, constant_values=np.nan), 5)[:, [0, 1, 3, 4]]
+    agree = (np.abs(np.log(around / hz[:, None])) < 0.25).any(axis=1)
+    return np.where(agree | np.isnan(around).all(axis=1), hz, np.nan)
 
 
 def _yin(frames, window, first, last):
@@ -136,32 +174,38 @@ def _yin(frames, window, first, last):
 
 
 def bench(reports, path=None):
-    """Draw [(label, report of `bench`)]: seconds of each stage, and the rest side by side, with their range."""
+    """Draw [(label, report of `bench`)] -> Figure: seconds of each stage, and the rest beside; lines are the range."""
     Figure = _figure()
     rows = [(f"{label}, {mode.replace('_', ' ')}", found["metrics"]) for label, report in reports
             for mode, found in report["modes"].items()]  # fmt: skip
     if not rows:
         raise CosyH3Error("the report holds no mode to draw")
-    seconds = ("llm", "flow", "vocoder", "prompt", "generation", "first_audio", "first_text", "total")
+    seconds = ("speech_tokenizer", "llm", "flow", "vocoder", "prompt", "generation", "first_audio", "first_text",
+               "total", "first_run")  # fmt: skip
     panels = [([n for n in seconds if any(n in m for _, m in rows)], "s")]
     others = {"rtf": "", "tokens_per_s": "1/s", "peak_memory": "GB", "cpu": "%", "power": "W"}
     panels += [([n], unit) for n, unit in others.items() if any(n in m for _, m in rows)]
-    figure = Figure(figsize=(12, 3 + 0.5 * len(rows)), dpi=100, layout="constrained")
+    thick = 0.2  # inches of a bar
+    figure = Figure(figsize=(12, 2 + (thick * len(rows) + 0.1) * len(panels[0][0])), dpi=100, layout="constrained")
     axes = figure.subplots(1, len(panels), width_ratios=[3] + [1] * (len(panels) - 1), squeeze=False)[0]
-    height = 0.8 / len(rows)
     for ax, (names, unit) in zip(axes, panels):
+        labels = [n.replace("_", " ") for n in names]
+        # As thick in all panels; those of one metric stand in the middle.
+        height = 0.8 / len(rows) * len(names) / len(panels[0][0])
         for i, (label, metrics) in enumerate(rows):
             here = [(k, metrics[n]) for k, n in enumerate(names) if n in metrics]
             middle = [m["median"] for _, m in here]
             reach = [[m["median"] - m["min"] for _, m in here], [m["max"] - m["median"] for _, m in here]]
-            ax.barh([k + i * height for k, _ in here], middle, height, xerr=reach, label=label, color=f"C{i % 10}",
-                    ecolor=GREY)  # fmt: skip
-        labels = [n.replace("_", " ") for n in names]
-        ax.set_yticks([k + 0.4 - height / 2 for k in range(len(names))], labels if ax is axes[0] else [""])
+            at = [k + (i - (len(rows) - 1) / 2) * height for k, _ in here]
+            ax.barh(at, middle, 0.9 * height, xerr=reach, label=label, color=f"C{i % 10}", ecolor=GREY)
+            for y, (_, m) in zip(at, here):
+                ax.annotate(number(m["median"]), (m["max"], y), (4, 0), textcoords="offset points", va="center",
+                            fontsize="small")  # fmt: skip
+        ax.set(xlabel=unit, xlim=(0, 1.25 * max(ax.get_xlim()[1], 1e-9)), ylim=(len(names) - 0.5, -0.5))
+        ax.set_yticks(range(len(names)) if ax is axes[0] else [], labels if ax is axes[0] else [])
         ax.set_title("seconds" if ax is axes[0] else labels[0], fontsize="medium")
-        ax.invert_yaxis()
-        ax.set(xlabel=unit, xlim=(0, None))
-    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=2)
+        ax.spines[["top", "right"]].set_visible(False)
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=2, frameon=False)
     if path is not None:
         save(figure, path)
     return figure

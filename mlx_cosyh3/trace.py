@@ -5,7 +5,8 @@
     t.write("stages.json")                       # open it in https://ui.perfetto.dev or chrome://tracing
 
 A stage tells of itself with `trace.record` or `trace.span`, which cost next to nothing where nobody records. The format
-is Chrome's "Trace Event Format": complete events (ph "X") in microseconds, counters ("C") of memory, names ("M").
+is Chrome's "Trace Event Format": complete events (ph "X") in microseconds, which nest within a thread; each request
+as a whole, in a row of its own, whatever threads worked for it ("b" to "e"); counters ("C") of memory, names ("M").
 """
 
 import contextlib
@@ -83,6 +84,7 @@ class Trace:
             # Parents before children: of two that begin together the longer one, or the one that was told later.
             events = sorted(reversed(self._events), key=lambda e: (e["ts"], -e.get("dur", 0)))
             threads = list(self._threads.values())
+        events = sorted(events + _requests(events), key=lambda e: e["ts"])
         pid = os.getpid()
         names = [{"name": "process_name", "ph": "M", "pid": pid, "tid": 0, "args": {"name": "mlx_cosyh3"}}]
         names += [{"name": "thread_name", "ph": "M", "pid": pid, "tid": t, "args": {"name": n}} for t, n in threads]
@@ -105,6 +107,21 @@ class Trace:
             if e["ph"] == "X":
                 sums[e["name"]] = sums.get(e["name"], 0.0) + e["dur"] / 1e6
         return sums
+
+
+def _requests(events):
+    """A begin and an end for each request that stages tell of."""
+    spans = {}
+    for e in events:
+        id = e.get("args", {}).get("request")
+        if id is not None:
+            begin, end, _ = spans.get(id, (e["ts"], 0, None))
+            spans[id] = min(begin, e["ts"]), max(end, e["ts"] + e["dur"]), e
+    found = []
+    for id, (begin, end, e) in spans.items():
+        same = {"name": "request", "cat": "request", "id": id, "pid": e["pid"], "tid": e["tid"]}
+        found += [same | {"ph": "b", "ts": begin, "args": {"request": id}}, same | {"ph": "e", "ts": end}]
+    return found
 
 
 # ---------------------------------------------------------------- for those who do the work

@@ -6,14 +6,16 @@ import math
 import random
 
 import mlx.core as mx
+import numpy as np
 import pytest
+import soundfile
 
-from mlx_cosyh3.bench import METRICS, MODES, Job, bench, measure, number, show, show_table, table_rows
-from mlx_cosyh3.bench_compare import check, compare, rank_test, rarest, read
+from mlx_cosyh3.bench import METRICS, MODES, Job, bench, measure, show, show_table, table_rows
+from mlx_cosyh3.bench_compare import check, compare, number, rank_test, rarest, read
 from mlx_cosyh3.cli import main
 from mlx_cosyh3.errors import CosyH3Error
 from mlx_cosyh3.results import SpeechResult, TextResult
-from tests.small_voice_model import write_voice_model
+from tests.small_voice_model import small_voice, write_voice_model
 
 
 class Clock:
@@ -181,7 +183,7 @@ def report(times=FIVE, modes=("at_once", "streamed", "batch")):
 def test_the_report_is_what_the_format_says():
     r = json.loads(json.dumps(report(), allow_nan=False))
     check(r)
-    assert list(r["modes"]) == list(MODES) and r["bench"] == 1
+    assert list(r["modes"]) == list(MODES[:3]) and r["bench"] == 1
     assert r["load"]["median"] == 0.5
     about = {"name": "model", "type": "cosyvoice3", "quantization": None, "dtype": {"llm": "float32"}, "bytes": 400}
     assert r["model"] == about
@@ -268,7 +270,7 @@ def test_half_the_time_is_better():
     assert m["p"] == pytest.approx(2 / 252)
     v = verdicts(scaled(1), scaled(0.25))
     assert v["tokens_per_s"] == v["rtf"] == "better"  # one grew, the other shrank
-    assert v["cpu"] == "same" and v["first_run"] == "too few runs"
+    assert v["cpu"] == "same" and v["first_run"] == "-"
     v = verdicts(scaled(0.25), scaled(1))
     assert v["total"] == v["tokens_per_s"] == v["llm"] == "worse"
 
@@ -352,6 +354,27 @@ def test_compare_command(tmp_path, capsys):
     assert json.loads(capsys.readouterr().out)["notes"] == []
 
 
+def test_what_there_is_once_is_not_judged():
+    found = compare(scaled(1), scaled(0.25))["modes"]["at_once"]
+    assert found["first_run"]["verdict"] == found["compile"]["verdict"] == "-"
+    assert found["first_run"]["ratio"] == pytest.approx(0.25)
+
+
+def test_compare_draws(tmp_path):
+    pytest.importorskip("matplotlib", reason="the extra `plot`")
+    for name, factor in (("a", 1), ("b", 0.25)):
+        (tmp_path / f"{name}.json").write_text(json.dumps(scaled(factor)))
+    a, b, out = (str(tmp_path / name) for name in ("a.json", "b.json", "c.png"))
+    assert main(["bench", "compare", a, b, "--plot", out]) == 0
+    assert (tmp_path / "c.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("option", [["--table"], ["--voice", "x"], ["--text", "x"], ["--modes", "batch"]])
+def test_compare_swallows_no_option(option, capsys):
+    assert main(["bench", "compare", "a.json", "b.json", *option]) == 2
+    assert f"leave {option[0]} out" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("files, says", [((), "takes two files, not 0"), (("a.json",), "takes two files, not 1"),
                                          (("a.json", "no.json"), "cannot read no.json: No such file")])  # fmt: skip
 def test_compare_command_errors(files, says, tmp_path, monkeypatch, capsys):
@@ -399,6 +422,36 @@ def test_bench_of_a_voice(speaker, tmp_path, capsys):
     assert r["settings"]["options"] == {"seed": 1, "voice": "clara"}
 
 
+def test_notes_of_a_model_are_told_once(speaker, monkeypatch, capsys):
+    """Not with each run."""
+    from mlx_cosyh3.cosyvoice.model import CosyVoice
+
+    at_once = CosyVoice.generate
+
+    def generate(model, text, *, note, **options):
+        note("cut off")
+        return at_once(model, text, note=note, **options)
+
+    monkeypatch.setattr(CosyVoice, "generate", generate)
+    assert main(["bench", str(speaker), "--runs", "2", "--modes", "at_once", "--text", "the cat"]) == 0
+    assert capsys.readouterr().err.count("note: cut off\n") == 1
+
+
+def test_bench_of_a_conversion(speaker, tmp_path, capsys):
+    """A recording in another voice, which is given as a file."""
+    t = np.arange(24000) / 16000
+    soundfile.write(tmp_path / "me.wav", 0.3 * np.sin(2 * np.pi * 150 * t) * np.sin(2 * np.pi * 3 * t), 16000)
+    args = ["bench", str(speaker), "--runs", "1", "--modes", "vc", "--recording", str(tmp_path / "me.wav")]
+    small_voice("mine").save(tmp_path / "mine.safetensors")
+    assert main([*args, "--voice", str(tmp_path / "mine.safetensors"), "--json", "-"]) == 0
+    r = json.loads(capsys.readouterr().out)
+    check(r)
+    m = r["modes"]["vc"]["metrics"]
+    assert {"speech_tokenizer", "flow", "vocoder", "rtf"} <= m.keys() and "llm" not in m
+    assert r["modes"]["vc"]["made"]["seconds"] == pytest.approx(1.5, abs=0.1)
+    assert r["settings"]["options"] == {"seed": 1, "voice": "mine"}
+
+
 def test_table_command(speaker, tmp_path, capsys):
     file = tmp_path / "t.json"
     assert main(["bench", "--table", str(speaker), str(speaker), "--runs", "1", "--batch", "2", "--text", "the cat",
@@ -430,6 +483,10 @@ def test_table_asks_for_each_device(folder, monkeypatch, capsys):
     (["--modes", "atonce"], "there is no mode 'atonce', nearest known: 'at_once'"), (["--runs", "0"], "--runs must be"),
     (["no/such/model"], "no such model"), (["h3-tiny", "h3-tiny"], "one model at a time, not 2"),
     (["--voice", "x"], "--voice goes with models that speak"), (["--json", "/no/folder/a.json"], "there is no folder"),
+    (["--modes", "vc"], "goes with --recording"), (["--recording", "no.wav"], "there is no recording no.wav"),
+    (["cosyvoice3-tiny", "--modes", "vc", "--recording", __file__], "no speech tokenizer"),
+    (["cosyvoice3-tiny", "--voice", "no.wav"], "there is no voice file or recording no.wav"),
+    (["--recording", __file__], "--recording goes with models that speak"),
     (["--plot", "a.txt"], "a picture's name ends in"), (["cosyvoice3-tiny", "--voice", "nobody"], "no voice 'nobody'"),
 ])  # fmt: skip
 def test_errors_of_the_command(args, says, capsys):

@@ -8,6 +8,7 @@ Run: python -m pytest -q tests/test_comfyui.py
 
 import importlib.util
 import json
+import os
 import re
 import sys
 import types
@@ -114,11 +115,13 @@ class Comfy:
                 linked.append(self._node(graph, value[0], out))
                 value = out[value[0]][value[1]]
             inputs[name] = value
-        seen = json.dumps([node, linked])
+        cls = self.nodes[node["class_type"]]
+        constant = {name: value for name, value in node["inputs"].items() if not isinstance(value, list)}
+        changed = cls.IS_CHANGED(**constant) if hasattr(cls, "IS_CHANGED") else None  # links are not told to it
+        seen = json.dumps([node, linked, changed])
         if key not in out and seen in self.cache:
             out[key] = self.cache[seen]
         elif key not in out:
-            cls = self.nodes[node["class_type"]]
             self.ran.append(key)
             result = getattr(cls(), cls.FUNCTION)(**inputs)
             result = result.get("result", ()) if isinstance(result, dict) else result
@@ -270,6 +273,19 @@ def test_nothing_is_computed_twice(comfy, speaks):
     graph["2"]["inputs"]["seed"] = 2
     other = comfy.run(graph)["2"][0]
     assert comfy.ran == ["1", "2", "2"] and not torch.equal(other["waveform"], first["waveform"])
+
+
+def test_a_folder_that_was_written_anew_is_loaded_anew(pack, tmp_path):
+    comfy = Comfy(pack.NODE_CLASS_MAPPINGS)
+    graph = {"1": node("CosyH3LoadModel", model=str(write_model(tmp_path / "text")))}
+    comfy.run(graph)
+    comfy.run(graph)
+    assert comfy.ran == ["1"]
+    os.utime(tmp_path / "text" / "config.json", ns=(1, 1))
+    comfy.run(graph)
+    assert comfy.ran == ["1", "1"]
+    load_model = pack.NODE_CLASS_MAPPINGS["CosyH3LoadModel"]
+    assert load_model.IS_CHANGED("h3-tiny") == load_model.IS_CHANGED() == 0  # a name, and one that comes by a link
 
 
 def test_the_graph_that_comes_along(comfy):

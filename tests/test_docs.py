@@ -1,11 +1,16 @@
-"""What docs/ shows works: every command and every program of a page is run, in its order, in one folder.
+"""What the README and docs/ show works: every command and every program of a page is run, in order, in one folder.
 
-The full models that the pages speak of are stood in for by small random ones of the same kind; what would be fetched
-from the hub, or installed, is only checked for its options and names.
+The full models that the pages speak of are stood in for by small random ones of the same kind. What would be fetched
+from the hub lies in folders of the same names, small and in upstream's layout. `pip install` alone is not run: that the
+extras it names exist is checked. The README's programs are run in test_readme.py, integrations.md in
+test_integrations_docs.py.
 """
 
 import contextlib
+import http.server
 import importlib.util
+import io
+import json
 import os
 import re
 import secrets
@@ -14,6 +19,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 import urllib.request
 from pathlib import Path
@@ -22,27 +28,37 @@ import numpy as np
 import pytest
 import soundfile
 
+from mlx_cosyh3 import load
 from mlx_cosyh3.cli import main
+from tests.golden_data import cosyvoice_golden
+from tests.h3_checkpoints import state_dict
+from tests.make_cosyvoice_folder import make_folder, write_torch
 from tests.small_model import write_model
 from tests.small_voice_model import write_voice_model
 
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parent.parent
-PAGES = ("quickstart", "voices", "streaming", "quantisation", "serving", "kernels", "troubleshooting")
+PAGES = ("README", "quickstart", "voices", "streaming", "quantisation", "serving", "kernels", "troubleshooting")
+ELSEWHERE = ("LOG", "integrations")  # no commands; see above
 HUB = ("FunAudioLLM/", "danfu09/")  # what is fetched
 PROGRAM = f"{shlex.quote(sys.executable)} -m mlx_cosyh3"
 
 
+def file(page):
+    return ROOT / "README.md" if page == "README" else ROOT / "docs" / f"{page}.md"
+
+
 def text(page):
-    return (ROOT / "docs" / f"{page}.md").read_text(encoding="utf-8")
+    return file(page).read_text(encoding="utf-8")
 
 
 def steps(page):
     """("sh", line) and ("python", program) of a page, in order."""
     for language, block in re.findall(r"^```(\w+)\n(.*?)^```", text(page), re.S | re.M):
         if language == "python":
-            yield language, block
+            if page != "README":
+                yield language, block
         else:
             assert language == "sh", f"{page}.md: a block of {language!r} would not be tested"
             yield from (("sh", line) for line in block.strip().splitlines())
@@ -83,6 +99,9 @@ def models(tmp_path_factory):
     # A random model may end at once, and says then that it made no speech: the seeds that nobody chose are all one.
     (folder / "seeds").mkdir()
     (folder / "seeds" / "sitecustomize.py").write_text("import secrets\nsecrets.randbelow = lambda n: 1\n")
+    (folder / "bin").mkdir()
+    (folder / "bin" / "aplay").write_text("#!/bin/sh\nexec cat > /dev/null\n")
+    (folder / "bin" / "aplay").chmod(0o755)
     (folder / "book.txt").write_text("It was the best of times, it was the worst of times.\n" * 3)
     return folder
 
@@ -139,7 +158,7 @@ def free_port():
 def needs(page):
     """Skip a page whose extras are not installed here."""
     wanted = {"serving": ("starlette", "uvicorn", "openai"), "troubleshooting": ("starlette", "uvicorn", "matplotlib"),
-              "voices": ("matplotlib",)}  # fmt: skip
+              "voices": ("matplotlib",), "quickstart": ("matplotlib",)}  # fmt: skip
     for name in wanted.get(page, ()):
         if importlib.util.find_spec(name) is None:
             pytest.skip(f"{page}.md needs {name}")
@@ -152,6 +171,9 @@ def test_page(page, place, monkeypatch, capsys):
     monkeypatch.chdir(place)
     monkeypatch.setattr(secrets, "randbelow", lambda n: 1)
     monkeypatch.setenv("MLX_COSYH3_CACHE", str(place / "cache"))
+    monkeypatch.setenv("PATH", str(place / "bin"), prepend=os.pathsep)  # something to play with
+    monkeypatch.setitem(sys.modules, "sounddevice", None)
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO()))  # what asks, hears nothing
     ports, first = {}, None
     with contextlib.ExitStack() as stack:
         for language, step in steps(page):
@@ -182,21 +204,82 @@ def test_page(page, place, monkeypatch, capsys):
                 assert done.stdout.strip(), step
 
 
-# ---------------------------------------------------------------- what cannot be run here
+# ---------------------------------------------------------------- what is fetched, installed, or runs elsewhere
 
 
-@pytest.mark.parametrize("page, line", [c for c in COMMANDS if is_fetched(c[1])])
-def test_what_is_fetched_is_understood(page, line, capsys):
-    """Each option exists."""
-    program, *args = words(line)[1]
-    assert program == "mlx_cosyh3"
-    with pytest.raises(SystemExit) as e:
-        main([args[0], "--help"])
-    assert e.value.code == 0
-    told = capsys.readouterr().out
-    for arg in args:
-        if arg.startswith("-"):
-            assert re.search(rf"(?<![\w-]){re.escape(arg)}(?![\w-])", told), arg
+@pytest.fixture(scope="module")
+def hub(tmp_path_factory):
+    """A folder whose folders are named like the hub repos of the pages, with checkpoints as upstream writes them."""
+    folder = tmp_path_factory.mktemp("hub")
+    front_ends = {
+        "campplus": cosyvoice_golden("campplus") / "campplus_tiny.onnx",
+        "speech_tokenizer": cosyvoice_golden("s3_v3") / "tokenizer_lookalike.onnx",
+    }
+    make_folder(folder / "FunAudioLLM" / "Fun-CosyVoice3-0.5B-2512", **front_ends)
+    for name, path in (("campplus", "campplus"), ("speech_tokenizer", "speech_tokenizer_v3")):
+        (folder / f"{path}.onnx").symlink_to(front_ends[name])  # as --campplus and --speech-tokenizer name them
+    tensors = state_dict(d_model=16, d_state=8, rows=264)
+    for repo, name in (("H3-125M", "model.pt"), ("H3-2.7B", "model-3attn.pt")):
+        write_model(folder / "danfu09" / repo)  # for its tokenizer
+        (folder / "danfu09" / repo / "model.safetensors").unlink()
+        (folder / "danfu09" / repo / "config.json").write_text(json.dumps({"num_heads": 2}))
+        write_torch(folder / "danfu09" / repo / name, tensors)
+    return folder
+
+
+@pytest.mark.parametrize("page", sorted({page for page, line in COMMANDS if is_fetched(line)}))
+def test_what_is_fetched(page, hub, tmp_path, monkeypatch, capsys):
+    """Conversions, and what verifies them, one after the other."""
+    for path in hub.iterdir():
+        (tmp_path / path.name).symlink_to(path)
+    monkeypatch.chdir(tmp_path)
+    for line in (line for name, line in COMMANDS if name == page and is_fetched(line)):
+        env, (program, *args) = words(line)
+        assert program == "mlx_cosyh3" and not env
+        status = main(args)
+        told = capsys.readouterr()
+        assert status == 0, f"{line}\n{told.out}{told.err}"
+        if args[0] == "convert":
+            assert load(args[args.index("--out") + 1])
+
+
+def test_every_page_is_one_of_these():
+    assert {path.stem for path in (ROOT / "docs").glob("*.md")} | {"README"} == {*PAGES, *ELSEWHERE}
+    for page in ELSEWHERE:
+        assert not re.search(r"^```(?!python|$)", text(page), re.M)
+
+
+class Host(http.server.BaseHTTPRequestHandler):
+    """Takes what is sent to it, as ComfyUI does."""
+
+    def do_POST(self):
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.server.asked.append((self.path, body))
+        self.send_response(200)
+        self.end_headers()
+
+    def log_message(self, *args):
+        pass
+
+
+def test_comfyui_page(tmp_path):
+    """The link, and the graph that is sent."""
+    page = (ROOT / "comfyui" / "README.md").read_text()
+    install, link, send = re.findall(r"^    (\S.*?)(?:  +#.*)?$", page, re.M)
+    assert install == "python -m pip install /path/to/this/repository"
+    (tmp_path / "ComfyUI" / "custom_nodes").mkdir(parents=True)
+    link = link.replace("/path/to/this/repository", shlex.quote(str(ROOT)))
+    subprocess.run(["sh", "-c", link], cwd=tmp_path, check=True)
+    pack = tmp_path / "ComfyUI" / "custom_nodes" / "mlx_cosyh3_nodes"
+    assert (pack / "__init__.py").is_file()
+    with http.server.HTTPServer(("127.0.0.1", 0), Host) as host:
+        host.asked = []
+        thread = threading.Thread(target=host.handle_request)
+        thread.start()
+        send = send.replace("127.0.0.1:8188", f"127.0.0.1:{host.server_port}")
+        subprocess.run(["sh", "-c", send], cwd=pack, check=True, timeout=60)
+        thread.join(60)
+    assert host.asked == [("/prompt", {"prompt": json.loads((pack / "speak.json").read_text())})]
 
 
 def extras():
@@ -216,7 +299,7 @@ def test_extras_exist(page):
 def test_links(page):
     for target in re.findall(r"\]\(([^)#]+)\)", text(page)):
         if not target.startswith("http"):
-            assert (ROOT / "docs" / target).exists(), target
+            assert (file(page).parent / target).exists(), target
 
 
 def test_variables_exist():
@@ -232,7 +315,7 @@ def test_variables_exist():
 def test_options_in_the_text_exist(capsys):
     """Also those that are only spoken of."""
     told = []
-    for command in ("say", "generate", "convert", "serve", "bench", "plot", "clone", "vc"):
+    for command in ("say", "generate", "convert", "serve", "bench", "plot", "clone", "vc", "repl", "doctor"):
         with pytest.raises(SystemExit):
             main([command, "--help"])
         told.append(capsys.readouterr().out)

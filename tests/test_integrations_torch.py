@@ -90,6 +90,35 @@ def test_into_mlx_from_odd_tensors():
         assert bridge.from_torch(base * 2).tolist() == (base * 2).tolist()
 
 
+@pytest.mark.parametrize("tensor, message", [
+    (lambda: torch.eye(3).to_sparse(), "layout is sparse_coo: use .to_dense"),
+    (lambda: torch.zeros(3, device="meta"), "no numbers"),
+    (lambda: torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8), "use .dequantize"),
+    (lambda: torch.ones(2).to(torch.float8_e4m3fn), "no dtype like torch.float8_e4m3fn"),
+    (lambda: [1.0], "not list"),
+])  # fmt: skip
+@pytest.mark.filterwarnings("ignore")
+def test_tensors_that_mlx_cannot_hold(tensor, message):
+    with pytest.raises(CosyH3Error, match=message) as e:
+        bridge.from_torch(tensor())
+    assert "\n" not in str(e.value)
+
+
+def test_half_precision_with_gradients_and_strides():
+    tensor = torch.arange(24, dtype=torch.bfloat16).reshape(4, 6).requires_grad_().T[::2]
+    a = bridge.from_torch(tensor)
+    assert a.dtype == mx.bfloat16 and a.tolist() == tensor.tolist()
+    assert torch.equal(bridge.to_torch(a), tensor.detach())
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs PyTorch with CUDA")
+def test_tensors_of_a_gpu(model):
+    tensor = torch.arange(6.0, device="cuda").reshape(2, 3)
+    assert bridge.from_torch(tensor).tolist() == tensor.tolist()
+    ids = model.tokenizer.encode("the cat")
+    assert generate(model, torch.tensor(ids, device="cuda"), **TEXT).tokens == generate(model, ids, **TEXT).tokens
+
+
 def test_what_is_no_array():
     with pytest.raises(CosyH3Error, match="not list"):
         bridge.to_torch([1, 2])
@@ -175,6 +204,13 @@ def test_speech_batch(speaker):
     assert all(isinstance(r.audio, torch.Tensor) for r in got)
 
 
+def test_a_batch_with_an_error_in_it(speaker):
+    """The text that fails is its error, the others are tensors."""
+    good, bad = batch_generate(speaker, ["Yes.", "..."], seed=1, errors="return", output="torch")
+    assert isinstance(good.audio, torch.Tensor) and isinstance(bad, CosyH3Error)
+    assert "nothing to speak" in str(bad)
+
+
 @pytest.mark.parametrize("function", [generate, stream_generate, batch_generate])
 def test_unknown_output(model, function):
     with pytest.raises(CosyH3Error, match="'numpy' or 'torch', not 'jax'") as e:
@@ -227,6 +263,7 @@ def test_convert_voice(speaker):
 
 @pytest.mark.parametrize("wave, message", [
     (torch.zeros(2, 1, 100), "holds 2: pick one"),
+    (torch.zeros(1, 16000).to_sparse(), "use .to_dense"),
     (torch.zeros(1, 1, 1, 100), r"not \[1, 1, 1, 100\]"),
     (torch.tensor(1.0), r"not \[\]"),
     (np.zeros(3), "not ndarray"),

@@ -75,6 +75,21 @@ def test_pitch_where_there_is_no_voice():
     assert np.isfinite(hz[(times > 0.05) & (times < 0.45)]).all() and np.isnan(hz[times > 0.6]).all()
 
 
+def test_a_constant_has_no_pitch():
+    """As a recording has it whose microphone has an offset."""
+    assert np.isnan(plot.pitch(np.full(RATE, 0.5, np.float32), RATE)[1]).all()
+    times, hz = plot.pitch(tone(150) + 0.5, RATE)
+    assert np.abs(hz[(times > 0.05) & (times < 0.9)] - 150).max() < 2
+
+
+def test_pitch_that_leaps_for_a_frame_is_left_out():
+    nan = np.nan
+    hz = np.array([120, 121, 60, 122, nan, nan, nan, 119, 60, nan, nan, nan, 90, nan])
+    got = plot._without_leaps(hz)
+    assert np.isnan(got[[2, 7, 8]]).all()  # of two that disagree neither is believed
+    assert got[[0, 1, 3, 12]].tolist() == [120, 121, 122, 90]
+
+
 def test_pitch_that_glides():
     t = np.arange(RATE) / RATE
     glide = np.sin(2 * np.pi * (100 * t + 50 * t**2)).astype(np.float32)  # 100 to 200 Hz
@@ -96,22 +111,26 @@ def test_each_panel_is_drawn_in(tmp_path):
     path = tmp_path / "a.png"
     figure = plot.speech((tone(150), RATE), path)
     picture = pixels(path)
-    assert picture.shape == (740, 1200, 3)
-    wave, mel, pitch = panels(figure, picture)
+    assert picture.shape == (900, 1200, 3)
+    wave, mel, pitch, strip = panels(figure, picture)
     assert near(wave, plot.BLUE).mean() > 0.1
     assert len(np.unique(mel.reshape(-1, 3).round(2), axis=0)) > 50
     drawn = near(pitch, plot.BLUE)
     rows = np.flatnonzero(drawn.any(axis=1))
     assert drawn.any(axis=0).mean() > 0.2
-    at = 520 - 470 * rows.mean() / len(drawn)  # Hz, from the axis of 50 to 520
-    assert abs(at - 150) < 10
+    assert figure.axes[2].get_ylim() == (50, 320)
+    at = 320 - 270 * rows.mean() / len(drawn)  # Hz
+    assert abs(at - 150) < 8
+    grey, paper = near(strip, "0.85", 0.05).mean(), near(strip, "white", 0.01).mean()
+    assert abs(grey - 12 / 25) < 0.03 and abs(paper - 13 / 25) < 0.03
 
 
 def test_the_picture_shows_the_recording(tmp_path):
-    """Another pitch lies elsewhere; silence has no pitch at all."""
+    """Another pitch lies elsewhere; silence has no pitch at all, and is told so."""
     heights = []
-    for n, samples in enumerate((tone(100), tone(300), np.zeros(RATE, np.float32))):
+    for n, samples in enumerate((tone(100), tone(280), np.zeros(RATE, np.float32))):
         figure = plot.speech((samples, RATE), tmp_path / f"{n}.png")
+        assert [t.get_text() for t in figure.axes[2].texts] == ["no pitch"] * (n == 2)
         drawn = near(panels(figure, pixels(tmp_path / f"{n}.png"))[2], plot.BLUE)
         heights.append(np.flatnonzero(drawn.any(axis=1)).mean() if drawn.any() else None)
     low, high, none = heights
@@ -130,6 +149,28 @@ def test_tokens_of_a_model(speaker, tmp_path):
     assert [text.get_text() for text in figure.axes[3].texts] == [str(t) for t in tokens]
     assert len(np.unique(strip.reshape(-1, 3).round(1), axis=0)) >= min(edges, 2)
     assert near(wave, plot.BLUE).any()
+
+
+@pytest.mark.parametrize("seconds", [0.03, 1.0, 3.0, 30.0])
+def test_token_boundaries_without_a_model(seconds):
+    """25 a second; of a long recording as a strip alone, since lines would hide the waveform."""
+    figure = plot.speech((tone(150, seconds), RATE))
+    lines = [line.get_xdata()[0] for line in figure.axes[0].lines if line.get_color() == plot.ORANGE]
+    count = int(np.ceil(seconds * 25))
+    np.testing.assert_allclose(lines, np.arange(count) / 25 if count <= plot.LINES else [])
+    (strip,) = figure.axes[3].images
+    assert strip.get_array().shape == (1, count) and strip.get_extent()[1] == pytest.approx(count / 25)
+
+
+def test_frequencies_of_the_mel():
+    """A tone is brightest where its frequency is written."""
+    t = np.arange(24000) / 24000
+    for hz in (500, 1000, 4000):
+        figure = plot.speech((0.3 * np.sin(2 * np.pi * hz * t).astype(np.float32), 24000))
+        ax = figure.axes[1]
+        labels = {text.get_text(): at for text, at in zip(ax.get_yticklabels(), ax.get_yticks())}
+        brightest = ax.images[0].get_array()[:, 25].argmax() + 0.5
+        assert abs(labels[f"{hz / 1000:g}"] - brightest) <= 1
 
 
 def test_a_model_without_a_tokenizer(tmp_path):
@@ -157,7 +198,7 @@ def test_too_long():
 @pytest.mark.parametrize("n", [1, 100, 2000])
 def test_short_recordings(n, tmp_path):
     plot.speech((tone(150)[:n], RATE), tmp_path / "a.png")
-    assert pixels(tmp_path / "a.png").shape == (740, 1200, 3)
+    assert pixels(tmp_path / "a.png").shape == (900, 1200, 3)
 
 
 @pytest.mark.parametrize("name, begins", [("a.svg", b"<?xml"), ("a.pdf", b"%PDF"), ("A.PNG", b"\x89PNG")])
@@ -213,7 +254,7 @@ def wav(tmp_path):
 def test_command(wav, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert main(["plot", str(wav)]) == 0
-    assert capsys.readouterr().out == "me.png\n" and pixels(tmp_path / "me.png").shape == (740, 1200, 3)
+    assert capsys.readouterr().out == "me.png\n" and pixels(tmp_path / "me.png").shape == (900, 1200, 3)
     assert main(["plot", str(wav), "-o", "me.png"]) == 2
     assert "me.png exists: pass --overwrite" in capsys.readouterr().err
     assert main(["plot", str(wav), "-o", "me.png", "--overwrite"]) == 0
@@ -221,7 +262,7 @@ def test_command(wav, tmp_path, monkeypatch, capsys):
 
 def test_command_with_a_model(wav, speaker, tmp_path):
     assert main(["plot", str(wav), "-o", str(tmp_path / "b.png"), "--model", str(speaker)]) == 0
-    assert pixels(tmp_path / "b.png").shape == (920, 1200, 3)
+    assert pixels(tmp_path / "b.png").shape == (900, 1200, 3)
 
 
 def test_command_from_a_pipe(wav, tmp_path, monkeypatch):
@@ -257,7 +298,7 @@ def test_bench_picture(tmp_path):
     }
     figure = plot.bench([("small", {"modes": modes})], tmp_path / "a.png")
     picture = pixels(tmp_path / "a.png")
-    assert picture.shape == (400, 1200, 3) and len(figure.axes) == 2
+    assert picture.shape == (350, 1200, 3) and len(figure.axes) == 2
     seconds, rtf = panels(figure, picture)
     for panel in (seconds, rtf):
         assert near(panel, "C0").mean() > 0.02 and near(panel, "C1").mean() > 0.02
@@ -265,6 +306,7 @@ def test_bench_picture(tmp_path):
     bars = [[round(float(p.get_width()), 3) for p in c.patches] for c in containers]
     assert bars == [[2, 5], [1, 0.5]]
     assert [t.get_text() for t in figure.axes[0].get_yticklabels()] == ["llm", "first audio", "total"]
+    assert [t.get_text() for t in figure.axes[0].texts] == ["2", "5", "1", "0.5"]  # the numbers of the bars
 
 
 def test_bench_picture_of_nothing():
@@ -275,4 +317,4 @@ def test_bench_picture_of_nothing():
 def test_bench_command_draws(folder, tmp_path):
     args = ["bench", str(folder), "--runs", "1", "--max-tokens", "2", "--plot", str(tmp_path / "a.png"), "--json"]
     assert main([*args, str(tmp_path / "a.json")]) == 0
-    assert pixels(tmp_path / "a.png").shape == (400, 1200, 3) and json.loads((tmp_path / "a.json").read_text())
+    assert pixels(tmp_path / "a.png").shape[1] == 1200 and json.loads((tmp_path / "a.json").read_text())

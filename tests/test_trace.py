@@ -1,5 +1,6 @@
 """Chrome traces: their format, their nesting, what is recorded of a generation, and where a trace cannot be written."""
 
+import contextvars
 import json
 import os
 import threading
@@ -35,9 +36,9 @@ def check(told):
     """Raise AssertionError unless this is a trace that Chrome and Perfetto read; returns its complete events."""
     told = json.loads(json.dumps(told, allow_nan=False))
     assert isinstance(told["traceEvents"], list) and told["displayTimeUnit"] in ("ms", "ns")
-    names, stacks, complete, before = set(), {}, [], -1
+    names, stacks, complete, before, open_ = set(), {}, [], -1, set()
     for e in told["traceEvents"]:
-        assert e["ph"] in ("X", "C", "M") and isinstance(e["name"], str)
+        assert e["ph"] in ("X", "C", "M", "b", "e") and isinstance(e["name"], str)
         assert isinstance(e["pid"], int) and isinstance(e["tid"], int)
         if e["ph"] == "M":
             assert e["name"] in ("process_name", "thread_name") and isinstance(e["args"]["name"], str)
@@ -46,6 +47,10 @@ def check(told):
         assert e["tid"] in names  # told before it is used
         assert e["ts"] >= before, "not in order"
         before = e["ts"]
+        if e["ph"] in "be":  # each begins once, then ends once
+            assert isinstance(e["cat"], str) and (e["id"] in open_) == (e["ph"] == "e")
+            (open_.remove if e["ph"] == "e" else open_.add)(e["id"])
+            continue
         if e["ph"] == "C":
             assert all(isinstance(v, (int, float)) for v in e["args"].values())
             continue
@@ -57,6 +62,7 @@ def check(told):
         assert not stack or end <= stack[-1], f"{e['name']} sticks out of what it lies in"
         stack.append(end)
         complete.append(e)
+    assert not open_, "a request does not end"
     return complete
 
 
@@ -95,6 +101,31 @@ def test_the_check_sees_what_is_wrong():
     t.add("two", 101, 103)
     with pytest.raises(AssertionError, match="two sticks out"):
         check(t.json())
+
+
+def test_a_request_is_told_as_a_whole():
+    """From its first stage to the end of its last, in whatever threads; what belongs to no request is in none."""
+    t, gate, threads = new(), threading.Barrier(3), []
+    t.add("load", 100, 105)
+
+    def work(*event):
+        t.add(*event)
+        gate.wait()
+
+    for id, begin, end in (("r1", 101, 103), ("r2", 102, 106), ("r1", 106, 109)):
+        with logs.request(id):
+            context = contextvars.copy_context()
+        threads.append(threading.Thread(target=context.run, args=(work, "flow", begin, end)))
+        threads[-1].start()
+    for thread in threads:
+        thread.join()
+    told = t.json()
+    check(told)
+    spans = {}
+    for e in told["traceEvents"]:
+        if e["ph"] in "be":
+            spans.setdefault(e["id"], []).append((e["ph"], e["ts"] / 1e6))
+    assert spans == {"r1": [("b", 1), ("e", 9)], "r2": [("b", 2), ("e", 6)]}
 
 
 def test_a_failed_span_is_recorded():

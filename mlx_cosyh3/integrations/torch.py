@@ -26,9 +26,10 @@ INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
 def to_torch(array):
-    """An MLX or numpy array as a torch tensor of the same memory and dtype.
+    """An MLX or numpy array as a torch tensor of the same shape, memory and dtype.
 
-    An array on an NVIDIA GPU becomes a CUDA tensor where this PyTorch has CUDA; any other becomes a CPU tensor."""
+    A read-only numpy array is copied. An array on an NVIDIA GPU becomes a CUDA tensor where this
+    PyTorch has CUDA; any other becomes a CPU tensor. Raises CosyH3Error for anything else."""
     if isinstance(array, np.ndarray):
         return torch.from_numpy(array if array.flags.writeable else array.copy())  # torch knows no read-only tensors
     if not isinstance(array, mx.array):
@@ -50,7 +51,10 @@ def _by_numpy(array):
 def result_to_torch(result):
     """A result of `generate` with tensors in place of its arrays and lists of numbers: what output="torch" returns.
 
-    SpeechResult: audio float32 [N] (the same memory), tokens int64. TextResult: tokens int64, logprobs float32."""
+    SpeechResult: audio float32 [N] (the same memory), tokens int64 [n]. TextResult: tokens int64 [n], logprobs float32
+    [n]. An error stays one: it stands for a text of batch_generate(..., errors="return")."""
+    if isinstance(result, Exception):
+        return result
     changes = {"tokens": torch.tensor(result.tokens, dtype=torch.int64)}
     if getattr(result, "audio", None) is not None:
         changes["audio"] = to_torch(result.audio)
@@ -60,7 +64,9 @@ def result_to_torch(result):
 
 
 class TorchStream:
-    """A Stream whose audio pieces are float32 tensors [n]; pieces of text pass as they are."""
+    """A Stream whose audio pieces are float32 tensors [n]; pieces of text pass as they are.
+
+    Raises what the Stream raises."""
 
     def __init__(self, stream):
         self._stream = stream
@@ -92,20 +98,39 @@ class TorchStream:
 
 
 def from_torch(tensor):
-    """A torch tensor (any device, any strides, with or without gradients) as an MLX array; float64 becomes float32."""
-    tensor = tensor.detach().cpu().resolve_conj().resolve_neg()
+    """A torch tensor (any device, any strides, with or without gradients) as an MLX array of its shape and dtype.
+
+    float64 becomes float32, complex128 complex64. Raises CosyH3Error for what MLX cannot hold: a sparse, quantized or
+    empty ("meta") tensor, and dtypes such as float8."""
+    tensor = _numbers(tensor).resolve_conj().resolve_neg()
     if tensor.dtype == torch.float64:
         tensor = tensor.float()  # MLX computes with float64 on CPUs alone
-    return mx.from_dlpack(tensor)
+    try:
+        return mx.from_dlpack(tensor)
+    except ValueError as e:
+        raise CosyH3Error(f"MLX has no dtype like {tensor.dtype}: convert the tensor first, as by .float()") from e
+
+
+def _numbers(tensor):
+    """The tensor without gradients, in the CPU's memory. Raises CosyH3Error for one that holds no plain numbers."""
+    if not isinstance(tensor, torch.Tensor):
+        raise CosyH3Error(f"a torch tensor is needed here, not {type(tensor).__name__}")
+    if tensor.is_meta:
+        raise CosyH3Error("the tensor is on the device 'meta', where it has a shape and no numbers")
+    if tensor.layout != torch.strided:
+        raise CosyH3Error(f"the tensor's layout is {str(tensor.layout).removeprefix('torch.')}: use .to_dense()")
+    if tensor.is_quantized:
+        raise CosyH3Error("the tensor is quantized: use .dequantize()")
+    return tensor.detach().cpu()
 
 
 def recording(waveform, sample_rate):
     """A waveform as PyTorch's audio libraries hold it -> (samples [T, C], Hz), which stands wherever a recording does.
 
     waveform   [T], [C, T] or [1, C, T], on any device; floats from -1 to 1, or integers at full scale
+    Raises CosyH3Error for another shape, or what is no tensor of plain numbers.
     `Voice.from_audio(model, recording(waveform, 16000))`, `model.convert_voice(recording(waveform, rate), voice)`."""
-    if not isinstance(waveform, torch.Tensor):
-        raise CosyH3Error(f"recording takes a torch tensor, not {type(waveform).__name__}")
+    waveform = _numbers(waveform)
     shape = list(waveform.shape)
     if waveform.dim() == 3:
         if len(waveform) != 1:
@@ -115,12 +140,13 @@ def recording(waveform, sample_rate):
         waveform = waveform[None]
     if waveform.dim() != 2:
         raise CosyH3Error(f"a waveform has the shape [T], [C, T] or [1, C, T], not {shape}")
-    waveform = waveform.detach().cpu()
     return (waveform.float() if waveform.is_floating_point() else waveform).numpy().T, sample_rate
 
 
 def token_ids(tensor):
-    """A tensor of token ids [T] or [1, T] as a list of int: a prompt."""
+    """A tensor of token ids [T] or [1, T], of any integer dtype, as a list of int: a prompt.
+
+    Raises CosyH3Error for another shape or dtype; whether they are in the vocabulary the model sees."""
     shape, ids = list(tensor.shape), tensor.squeeze(0) if tensor.dim() == 2 else tensor
     if ids.dim() != 1:
         raise CosyH3Error(f"a prompt is one row of ids, [T] or [1, T], not {shape}: batch_generate takes several")
@@ -147,6 +173,7 @@ def logits(model, ids, cache=None):
 
 
 def _whole(ids):
+    ids = _numbers(ids)
     if ids.dtype not in INTEGERS:
         raise CosyH3Error(f"token ids are integers, not {str(ids.dtype).removeprefix('torch.')}: use .long()")
     return ids
