@@ -1,6 +1,7 @@
 """Caches with a bound in bytes: voices made of recordings, and states of H3 models after the prompts they have read.
 
-The least recently used entries leave first. What is kept is never changed by those who get it.
+The least recently used entries leave first. What is kept is never changed by those who get it. When memory runs short
+a `runtime.Policy` empties all caches of the process: what was kept is made anew when it is asked for.
 """
 
 import dataclasses
@@ -8,6 +9,7 @@ import hashlib
 import os
 import threading
 import time
+import weakref
 from collections import OrderedDict
 from pathlib import Path
 
@@ -17,6 +19,8 @@ import numpy as np
 
 from mlx_cosyh3 import sampling
 from mlx_cosyh3.cache import fingerprint
+from mlx_cosyh3.errors import NotFiniteError
+from mlx_cosyh3.stream import Stopped
 
 ENTRY = 512  # bytes that any entry takes on top of its arrays: key and bookkeeping
 VOICES = 64 << 20  # bytes; a voice of 10 s has some 170 kB
@@ -35,6 +39,7 @@ class BoundedCache:
         self._entries = OrderedDict()  # key -> (value, bytes), the least recently used first
         self._making = {}  # key -> lock of the thread that makes its value
         self._lock = threading.Lock()
+        _all.add(self)
 
     def __len__(self):
         return len(self._entries)
@@ -114,6 +119,18 @@ class BoundedCache:
         value, size = self._entries.pop(key, (None, 0))
         self._bytes -= size
         gone.append(value)
+
+
+_all = weakref.WeakSet()  # memory is the process's, so what frees it must know of all caches
+
+
+def clear_all():
+    """Empty all caches of this process -> bytes that they held."""
+    held = 0
+    for cache in list(_all):
+        held += cache.bytes
+        cache.clear()
+    return held
 
 
 def nbytes(value):
@@ -210,9 +227,9 @@ class StateCache(BoundedCache):
     def __init__(self, max_bytes=STATES):
         super().__init__(max_bytes)
 
-    def start(self, model, ids):
+    def start(self, model, ids, on_chunk=None):
         """A cache (its caller's own) that has read all of `ids`, a list, but for the last one; and the longest start
-        of `ids` that was known, in tokens."""
+        of `ids` that was known, in tokens. Raises NotFiniteError for what is not worth keeping."""
         ids = tuple(ids[:-1])
         key = self._longest(model, ids)
         found = None if key is None else self.get(key)
@@ -221,7 +238,9 @@ class StateCache(BoundedCache):
         else:
             found, known = found.copy(), len(key[2])
         if known < len(ids):
-            model.prefill(mx.array([ids[known:]], dtype=mx.int32), found)
+            logits = model.prefill(mx.array([ids[known:]], dtype=mx.int32), found, on_chunk=on_chunk)
+            if not mx.isfinite(logits).all().item():  # or all who go on from here would fail, too
+                raise NotFiniteError("the model gave inf or NaN for the prompt: try --dtype float32")
             self.keep(model, found, ids)
         return found, known
 
@@ -254,20 +273,28 @@ def _key(model, ids):
 class _Remembered:
     """See StateCache.run."""
 
+    waited = 0.0
+
     def __init__(self, states, run):
-        self._states, self._run = states, run
+        self._states, self._run, self.stopped = states, run, run.stopped
         self._read, self._seconds = 0, 0.0  # tokens, and the time they took
 
     def pieces(self):
         run, states = self._run, self._states
+        run.waited = self.waited
+        run.start()
         ids = run.prompts[0]
         if len(ids) > 1:
             begin = time.perf_counter()
-            run.cache, _ = states.start(run.model, ids)
+            try:
+                run.cache, known = run.request.guard("text", states.start, run.model, ids, run.between)
+            except Stopped:
+                return
             run.prompts = [ids[-1:]]
             self._read, self._seconds = len(ids) - 1, time.perf_counter() - begin
+            run.control.prompt_read(len(ids) - 1 - known, self._seconds)
         yield from run.pieces()
-        if len(ids) > 1:
+        if len(ids) > 1 and not self.stopped.is_set():
             states.keep(run.model, run.cache, ids + run.rows[0].tokens)
 
     def result(self):

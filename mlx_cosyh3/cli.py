@@ -14,7 +14,7 @@ import traceback
 from pathlib import Path
 
 import mlx_cosyh3
-from mlx_cosyh3 import logs, speech_cli, trace
+from mlx_cosyh3 import logs, policy_cli, speech_cli, trace
 from mlx_cosyh3.console import DEFAULTS, OPTIONS, check, show, stats_line, unescape
 from mlx_cosyh3.errors import CosyH3Error, nearest
 from mlx_cosyh3.kernels import _dispatch
@@ -190,7 +190,8 @@ def _options(args):
 def _load(args):
     """The model of --model, which must be one that continues text."""
     with trace.span("load"):
-        model = mlx_cosyh3.load(args.model, revision=args.revision, kv_window=args.kv_window)
+        lighter = getattr(args, "lighter", None)
+        model = mlx_cosyh3.load(args.model, revision=args.revision, kv_window=args.kv_window, lighter=lighter)
     if hasattr(model, "voices"):
         raise CosyH3Error(f"{args.model} is a model that speaks, it does not continue text; use `mlx_cosyh3 say`")
     return model
@@ -268,19 +269,22 @@ def _add_generate(parser):
     parser.add_argument(
         "--stats", action="store_true", help="print speeds and seed to stderr even if not in a terminal"
     )
+    policy_cli.add_arguments(parser)
 
 
 def _generate(args):
     from mlx_cosyh3.cache import H3Cache
 
-    options = _options(args)
+    options = _options(args) | policy_cli.options(args)
     if options["seed"] is None:
         options["seed"] = secrets.randbelow(2**32)  # chosen here so that the statistics can name it
     if args.save_state and not Path(args.save_state).parent.is_dir():
         raise CosyH3Error(f"--save-state: there is no folder {Path(args.save_state).parent}")
+    if args.lighter and (args.load_state or args.save_state):
+        raise CosyH3Error("--lighter goes without --load-state and --save-state: a state belongs to one set of weights")
     prompt = _prompt(args)
     model = _load(args)
-    cache = H3Cache.load(args.load_state, model) if args.load_state else model.make_cache()
+    cache = H3Cache.load(args.load_state, model) if args.load_state else model.make_cache() if args.save_state else None
     stream = mlx_cosyh3.stream_generate(model, prompt, cache=cache, **options)
     result, interrupted = show(stream, sys.stdout)
     if args.save_state:

@@ -11,6 +11,14 @@ class CosyH3Error(ValueError):
     """Bad input of any kind: a file, an option, a prompt."""
 
 
+class NotFiniteError(CosyH3Error):
+    """A stage of a model made a value that is not finite (inf or NaN): its weights, its precision, or its device."""
+
+
+class StageError(CosyH3Error, RuntimeError):
+    """A stage of a model failed, for want of memory or by an error of MLX, and no other device was left for it."""
+
+
 class CheckpointError(CosyH3Error):
     """A checkpoint that cannot be read, or that does not hold the model it should."""
 

@@ -14,6 +14,7 @@
 Letters: B batch, T tokens, D d_model, N shift taps, hd head_dim, H = D / hd, M complex modes (one of each pair).
 """
 
+import time
 from dataclasses import dataclass, fields
 
 import mlx.core as mx
@@ -293,22 +294,26 @@ class H3(nn.Module, TextGeneration):
         hidden = [self._hidden(ids[:, i : i + CHUNK], cache) for i in range(0, ids.shape[1], CHUNK)]
         return self._head(mx.concatenate(hidden, axis=1) if len(hidden) > 1 else hidden[0])
 
-    def prefill(self, ids, cache, lengths=None, chunk=CHUNK):
+    def prefill(self, ids, cache, lengths=None, chunk=CHUNK, on_chunk=None):
         """Read ids [B, L] into `cache`, `chunk` tokens at a time -> logits [B, padded vocabulary] of each last token.
 
-        lengths   tokens in each row, for prompts of different lengths (padding at the end; each >= 1)."""
+        lengths    tokens in each row, for prompts of different lengths (padding at the end; each >= 1)
+        on_chunk   called between two chunks, with the seconds that the last one took"""
         B, L = ids.shape
         lengths = np.full(B, L) if lengths is None else np.asarray(lengths)
         if L == 0 or (lengths < 1).any():
             raise ValueError(f"prefill needs a token in each row, not ids {[B, L]} with lengths {lengths.tolist()}")
         last = None  # [B, D] hidden states of each row's last token so far
         for start in range(0, L, chunk):
+            begin = time.perf_counter()
             part = ids[:, start : start + chunk]
             here = np.clip(lengths - start, 0, part.shape[1])
             hidden = self._hidden(part, cache, here)
             picked = mx.take_along_axis(hidden, mx.array(np.maximum(here - 1, 0))[:, None, None], axis=1)[:, 0]
             last = picked if last is None else mx.where(mx.array(here > 0)[:, None], picked, last)
             mx.eval(last, cache.arrays())  # or the graph of the whole prompt would pile up
+            if on_chunk is not None and start + chunk < L:
+                on_chunk(time.perf_counter() - begin)
         return self._head(last)
 
     def step(self, ids, cache):

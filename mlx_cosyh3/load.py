@@ -24,12 +24,18 @@ FAMILIES = {  # config.json's model_type -> module with `build(config)`
 PATTERNS = ["*.json", "*.safetensors", "voices/*.safetensors", "*.txt", "*.bpe", "*.tiktoken", "*.md"]
 
 
-def load(path_or_repo=None, *, revision=None, kv_window=None):
+def load(path_or_repo=None, *, revision=None, kv_window=None, lighter=None):
     """Load a converted model: a folder, a hub repo id, or None for the small model that comes with the package.
 
     kv_window   H3: the attention layers look at this many last tokens (None: at all), which bounds memory and time
+    lighter     a second folder or hub repo id: the same model quantised, which requests may use that have a deadline
+                they could not meet otherwise. It takes its own memory on top; see `lighter.py`
     Returns the model, evaluated, with its `tokenizer` and `config`; any thread may use it.
     Raises CosyH3Error (CheckpointError for a folder that holds no such model)."""
+    if lighter is not None:
+        from mlx_cosyh3.lighter import join
+
+        return join(load(path_or_repo, revision=revision, kv_window=kv_window), load(lighter, kv_window=kv_window))
     check_machine()
     if kv_window is not None and (not isinstance(kv_window, int) or kv_window < 1):
         raise CosyH3Error(f"kv_window must be a whole number of tokens from 1, not {kv_window!r}")
@@ -59,10 +65,14 @@ def load(path_or_repo=None, *, revision=None, kv_window=None):
     if hasattr(module, "cast"):
         weights = module.cast(weights, config)
     _check(folder, model, weights)
-    model.load_weights(list(weights.items()))
-    if hasattr(model, "finish"):
-        model.finish(folder)
-    elif (folder / "vocab.json").exists() or (folder / "tokenizer.json").exists():
+    try:
+        model.load_weights(list(weights.items()))
+        if hasattr(model, "finish"):
+            model.finish(folder)
+    except (RuntimeError, MemoryError) as e:  # only now MLX reads the numbers
+        what = (str(e).strip() or type(e).__name__).splitlines()[0]
+        raise CheckpointError(f"cannot load {folder}: {what}; see that its files are whole, and how much memory is free") from e
+    if not hasattr(model, "finish") and any((folder / name).exists() for name in ("vocab.json", "tokenizer.json")):
         model.tokenizer = Tokenizer.from_dir(folder, config.get("eos_token_id"))
     return model
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
-from mlx_cosyh3.errors import CosyH3Error
+from mlx_cosyh3.errors import CosyH3Error, NotFiniteError
 
 LOGITS = 2**24  # most logits that are computed at once: 64 MB in fp32
 PIECE = 2**16  # characters of text that are tokenised at once
@@ -68,7 +68,7 @@ def perplexity(model, text, context=512):
         nll = (mx.logsumexp(logits, axis=-1) - picked).sum()
         mx.eval(nll, cache.arrays())  # before the next block's graph is built on top of this state
         if not math.isfinite(nll.item()):
-            raise CosyH3Error(
+            raise NotFiniteError(
                 f"the model gave no finite probability between tokens {size['tokens']} and "
                 f"{size['tokens'] + len(ids)}: the weights or their precision cannot hold this text"
             )

@@ -65,7 +65,7 @@ class Pool:
 
         timeout   seconds to wait for room, if the models that take it are in use; but who holds a lease meanwhile may
                   wait for somebody who waits for that one
-        options   of `load` (revision, kv_window): with other ones it is another model
+        options   of `load` (revision, kv_window, lighter): with other ones it is another model
         Raises PoolBusy, Closed, or CosyH3Error for a model that cannot be loaded or is larger than max_memory."""
         sampling.number("timeout", timeout, lambda x: x >= 0, "seconds from 0")
         given = str(find_model(None) if name is None else name), tuple(sorted(options.items()))
@@ -311,8 +311,10 @@ def _in_words(function, name, options):
         raise CheckpointError(message) from e
 
 
-def expected_bytes(name, revision=None, **options):
+def expected_bytes(name, revision=None, lighter=None, **options):
     """What the weights of a model will take in memory, from its files' headers. Tables made from them come on top."""
+    if lighter is not None:
+        return expected_bytes(name, revision) + expected_bytes(lighter)
     folder = find_model(name, revision)
     config, files = read_config(folder), sorted(folder.glob("model*.safetensors"))
     module = importlib.import_module(FAMILIES[config["model_type"]])

@@ -20,15 +20,17 @@ from dataclasses import asdict, dataclass, field
 
 import mlx.core as mx
 
-from mlx_cosyh3 import logs, sampling
-from mlx_cosyh3.errors import CosyH3Error, nearest
+from mlx_cosyh3 import caches, logs, sampling
+from mlx_cosyh3.errors import CosyH3Error, NotFiniteError, StageError, nearest
 from mlx_cosyh3.gate import GATE
 from mlx_cosyh3.kernels import _trust
 from mlx_cosyh3.probes import HEAT, Probes
 
 DEVICES = ("auto", "gpu", "cpu")
 SPARING = ("reduce", "cpu", "ignore")
+AT_ONCE = 0.05  # s in a queue that are no waiting
 UNITS = {"kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12, "k": 2**10, "m": 2**20, "g": 2**30, "b": 1, "": 1}
+NOT_OURS = (CosyH3Error, RecursionError, NotImplementedError)  # RuntimeErrors that are no failure of a device
 log = logs.get("runtime")
 
 
@@ -119,7 +121,7 @@ class Policy:
     rest           1.0: seconds of rest for each second of work where the GPU's use is reduced
     retry_on_cpu   run a stage that failed on the GPU once more on the CPU
     probes         `probes.Probes`: what the rules ask of the machine
-    release        functions that are called to free memory: caches that can do without
+    release        functions that are called to free memory, besides the caches of `caches.py`, which are emptied
 
     Raises CosyH3Error for a value out of range."""
 
@@ -143,7 +145,7 @@ class Policy:
         self._lock = threading.Lock()
         self._limits = None  # those that MLX was told
         self._gpu_off = None  # why no request may use the GPU any more
-        self.costs = {}  # of deadline.Costs, by model
+        self.costs = {}  # of costs.Costs, by model
 
     # The rules
 
@@ -173,11 +175,11 @@ class Policy:
         limit = self.limit(found)
         if limit is None:
             return None
-        self._tell_mlx(limit)
+        self._tell_mlx(found, limit)
         line = self.memory_share * limit
         if found.used + found.others <= line:
             return None
-        for free in self.release:
+        for free in (caches.clear_all, *self.release):
             free()
         mx.clear_cache()
         before, found = found, self.probes.memory()
@@ -199,13 +201,17 @@ class Policy:
 
     def apply(self):
         """Tell MLX the limits now, before the first request (for programs that load large models) -> bytes, or None."""
-        limit = self.limit(self.probes.memory())
+        found = self.probes.memory()
+        limit = self.limit(found)
         if limit is not None:
-            self._tell_mlx(limit)
+            self._tell_mlx(found, limit)
         return limit
 
-    def _tell_mlx(self, limit):
-        """MLX's own limits: arrays may fill `memory_share` of it, and free buffers that are kept for later the rest."""
+    def _tell_mlx(self, found, limit):
+        """MLX's own limits: arrays may fill `memory_share` of it, and free buffers that are kept for later the rest.
+
+        What other programs hold cannot be had: two that each counted on all of it would not fit."""
+        limit = max(limit - found.others, found.used, 2**20)
         limits = int(limit), int(limit * (1 - self.memory_share))
         with self._lock:
             if self._limits != limits:
@@ -268,14 +274,30 @@ class Request:
 
     decisions   list of dicts, in order: "stage", "at" (seconds since the start), "reason", and what was decided, such
                 as "device" or "steps"
+    waited      seconds that it waited for its turn, in a scheduler's queue
     Its threads may share it."""
 
     def __init__(self, policy, clock=time.perf_counter):
         self.policy, self.clock = policy, clock
-        self.begin, self.decisions = clock(), []
+        self.begin, self.waited, self.decisions = clock(), 0.0, []
         self._lock = threading.RLock()
         self._rule, self._stages = None, {}
         self._theirs = None  # an exception of the caller's own code
+
+    def start(self, waited=0.0):
+        """The work begins, `waited` seconds after it was asked for -> whether all must be decided anew, as the machine
+        may be another by now."""
+        with self._lock:
+            self.begin, self.waited = self.clock() - waited, waited
+            if waited <= AT_ONCE:
+                return False
+            self._rule, self._stages, self.decisions = None, {}, []
+            return True
+
+    @property
+    def worked(self):
+        """Seconds since the work began."""
+        return self.clock() - self.begin - self.waited
 
     def decide(self, stage):
         """Where `stage` runs: asked once; the rules are asked once a request."""
@@ -311,9 +333,17 @@ class Request:
 
     @contextlib.contextmanager
     def place(self, stage):
-        """`with request.place(stage):` what is computed within runs on the stage's device."""
-        with GATE.on(self.device(stage)):
-            yield
+        """`with request.place(stage):` what is computed within runs on the stage's device. Raises StageError."""
+        with GATE.on(device := self.device(stage)):
+            try:
+                yield
+            except (RuntimeError, MemoryError) as e:
+                if e is self._theirs or isinstance(e, NOT_OURS):
+                    raise
+                raise StageError(
+                    f"{stage} failed on the {device.upper()} ({_first_line(e)}): try again; where memory is short, "
+                    "end other programs or ask for less at once"
+                ) from e
 
     def theirs(self, function, *args):
         """function(*args), code of the caller's: not through the gate, and what it raises is no failure of a stage."""
@@ -370,23 +400,21 @@ class Request:
         """Why the GPU is to blame for `error`, in a few words, or None: it is not."""
         if error is self._theirs:
             return None
-        if not_finite(error):
+        if isinstance(error, NotFiniteError):
             logs.report("nan", error, stage=stage)
             return "a value was not finite"
-        if not isinstance(error, (RuntimeError, MemoryError)) or isinstance(
-            error, (RecursionError, NotImplementedError)
-        ):
+        error = error.__cause__ if isinstance(error, StageError) else error
+        if not isinstance(error, (RuntimeError, MemoryError)) or isinstance(error, NOT_OURS):
             return None
         logs.report("gpu", error, stage=stage, **_trust.machine())
         mx.clear_cache()
         if self.policy.probes.gpu() is None and not _trust._gpu_answers():
             self.policy._gpu_off = "the GPU does not answer this process any more"
-        return f"an error of the GPU ({(str(error).strip().splitlines() or [type(error).__name__])[0][:120]})"
+        return f"an error of the GPU ({_first_line(error)})"
 
 
-def not_finite(error):
-    """Whether `error` says that a stage made values that are not finite."""
-    return isinstance(error, CosyH3Error) and any(w in str(error) for w in ("not finite", "non-finite"))
+def _first_line(error):
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:120]
 
 
 def _failed_kernels():

@@ -7,7 +7,7 @@
 
 All MLX work of a request is done by one thread, from its first step to its last, since MLX's streams belong to threads.
 The threads are those of `stream.py`: used again by whatever comes next, and none is held while there is nothing to do.
-Knows nothing of any model but `start` or `stream_generate`, which check a request and leave the work for later.
+Knows nothing of any model but `start`, which checks a request and leaves the work for later.
 """
 
 import atexit
@@ -19,7 +19,8 @@ from collections import Counter
 
 import mlx.core as mx
 
-from mlx_cosyh3 import sampling, stream as streams
+from mlx_cosyh3 import sampling
+from mlx_cosyh3 import stream as streams
 from mlx_cosyh3.errors import CosyH3Error
 from mlx_cosyh3.ticket import Call, Job, Ticket, at_work
 
@@ -77,10 +78,13 @@ class Scheduler:
     def submit(self, text, *, stream=False, priority=0, client=None, **options):
         """Ask for `text` to be spoken or continued -> Ticket.
 
-        stream     make pieces as early as possible (CosyVoice: chunk by chunk, see stream_generate)
+        stream     make pieces as early as possible (CosyVoice: chunk by chunk, see stream_generate); a deadline is
+                   for the first of them then
         priority   a whole number: higher ones go first, whoever they are from. So give it out yourself
         client     anything hashable that tells those apart between whom to be fair
-        options    those of the model's `generate`; functions among them (note, progress) run in a worker's thread
+        options    those of the model's `generate`; functions among them (note, progress) run in a worker's thread. A
+                   `deadline` counts from now: one that can no longer be met when it is the request's turn, with what
+                   it has waited, is refused then (the ticket's result raises it), or done as well as possible
         Raises CosyH3Error for a bad text or option at once, QueueFull, or Closed."""
         start = lambda model: _start(model, text, stream, self._with_policy(options), self._states)  # noqa: E731
         return self._submit(start, priority, client)
@@ -106,19 +110,20 @@ class Scheduler:
 
     def _submit(self, start, priority, client):
         sampling.whole("priority", priority, -1000, 1000)
+        asked = time.perf_counter()
         with self._changed:
             self._check_room(client)
             model = self._model
         # Not under the lock, as it may take long to check a long text; and in a thread that computed before, as MLX
         # keeps something for every thread that ever did.
-        job = Job(self, streams.Beside(start, model).result(), priority, client)
+        job = Job(self, streams.Beside(start, model).result(), priority, client, asked)
         with self._changed:
             self._check_room(client)
             self._queue.add(job)
             if len(self._threads) < self.workers:
                 token = object()
                 try:
-                    streams._start(self._work, token)
+                    streams.start(self._work, token)
                 except RuntimeError as e:
                     self._queue.remove(job)
                     raise Closed(f"no request can be taken: {e}") from e
@@ -234,14 +239,14 @@ class Scheduler:
 
 def _start(model, text, streamed, options, states):
     """The request as a Stream or run that has not begun, checked."""
-    if hasattr(model, "start"):
-        return model.start(text, streamed, **options)
-    if hasattr(model, "stream_generate"):  # of a language model every stream is one of pieces
-        stream = model.stream_generate(text, **options)
-        # A cache of the caller's own, or a penalty on all tokens of the prompt, need it to be read here and now.
-        plain = options.get("cache") is None and options.get("repetition_penalty") is None
-        return states.run(stream._run) if states is not None and plain else stream
-    raise TypeError(f"a scheduler takes a model that load() returned, not a {type(model).__name__}")
+    if not hasattr(model, "start"):
+        raise TypeError(f"a scheduler takes a model that load() returned, not a {type(model).__name__}")
+    stream = model.start(text, streamed, **options)
+    # A cache of the caller's own, or a penalty on all tokens of the prompt, need it to be read here and now.
+    plain = options.get("cache") is None and options.get("repetition_penalty") is None
+    if states is not None and hasattr(model, "make_cache") and plain:
+        stream.run = states.run(stream.run)
+    return stream
 
 
 class _Queue:

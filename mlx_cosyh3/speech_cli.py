@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 import mlx_cosyh3
-from mlx_cosyh3 import trace
+from mlx_cosyh3 import policy_cli, trace
 from mlx_cosyh3.errors import CosyH3Error
 
 DEFAULT_VOICE_MODEL = "cosyvoice3-tiny"
@@ -66,7 +66,7 @@ def note(text):
 def load_speaker(args):
     """The model of --model, which must be one that speaks."""
     with trace.span("load"):
-        model = mlx_cosyh3.load(args.model, revision=args.revision)
+        model = mlx_cosyh3.load(args.model, revision=args.revision, lighter=getattr(args, "lighter", None))
     if not hasattr(model, "voices"):
         raise CosyH3Error(
             f"{args.model} is no CosyVoice model, it cannot speak; `mlx_cosyh3 generate` continues text with it"
@@ -155,12 +155,13 @@ def add_say(parser):
     add_compat(parser)
     add_options(parser)
     trace.add_option(parser)
+    policy_cli.add_arguments(parser)
 
 
 def say(args, read_text):
     from mlx_cosyh3.cosyvoice.speech import SpeechOptions
 
-    options = {name: getattr(args, name) for name in OPTIONS} | {"compat": args.compat}
+    options = {name: getattr(args, name) for name in OPTIONS} | {"compat": args.compat} | policy_cli.options(args)
     options["seed"] = seed_of(args)
     SpeechOptions(**options)  # bad options before a model is loaded
     if args.stream and args.causal:
@@ -313,12 +314,13 @@ def add_vc(parser):
     add_output(parser, "converted.wav")
     add_compat(parser)
     add_options(parser, without=OPTIONS.keys() - {"speed", "steps", "seed", "chunk_tokens", "max_chunk_tokens"})
+    policy_cli.add_arguments(parser)
 
 
 def vc(args):
     from mlx_cosyh3.cosyvoice.speech import SpeechOptions
 
-    options = {"steps": args.steps, "speed": args.speed, "seed": seed_of(args)}
+    options = {"steps": args.steps, "speed": args.speed, "seed": seed_of(args)} | policy_cli.options(args)
     if args.stream:
         options |= {name: getattr(args, name) for name in ("chunk_tokens", "max_chunk_tokens", "compat")}
     SpeechOptions(**options)  # bad options before a model is loaded

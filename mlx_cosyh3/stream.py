@@ -5,6 +5,7 @@ Threads are used again: MLX's CPU backend keeps an OS thread for every Python th
 """
 
 import atexit
+import contextlib
 import contextvars
 import queue
 import threading
@@ -12,15 +13,21 @@ import threading
 import mlx.core as mx
 
 
+class Stopped(BaseException):
+    """Nobody waits for this work any more: what a run raises where it sees that it is `stopped`, to end in good order."""
+
+
 class Stream:
     """Iterator of the pieces of a generation as they are made.
 
     result    the whole result, once the stream has ended or was closed (finish_reason "cancelled" if it was cut short)
-    close()   stop generating; what was made stays, in `result` and in the cache that was passed in"""
+    close()   stop generating, from any thread; what was made stays, in `result` and in the cache that was passed in
+    run       what it was made of"""
 
     def __init__(self, run):
-        """`run` has pieces(), a generator of pieces (text or arrays; empty ones are not passed on), and result()."""
-        self._run = run
+        """run   pieces(), a generator of pieces (text or arrays; empty ones are not passed on), and result(); it may
+        have an event `stopped`, by which it ends sooner than at its next piece"""
+        self.run = run
         self._context = contextvars.copy_context()  # `use_kernels` and the like hold in the worker, too
         self._pieces = queue.Queue(maxsize=8)
         self._closed, self._done = threading.Event(), threading.Event()
@@ -35,7 +42,7 @@ class Stream:
             if not self._started:
                 self._started = True
                 # The work must not hold the stream, or an abandoned one would never be collected and closed.
-                _start(self._context.run, _work, self._run, self._pieces, self._closed, self._done)
+                start(self._context.run, _work, self.run, self._pieces, self._closed, self._done)
             piece = self._pieces.get()
             if isinstance(piece, BaseException):
                 self.close()
@@ -47,11 +54,13 @@ class Stream:
         raise StopIteration
 
     def close(self):
-        self._closed.set()
+        self._stop()
         if self._started:
             self._done.wait()
         if self.result is None:
-            self.result = self._run.result()
+            self.result = self.run.result()
+        with contextlib.suppress(queue.Full):  # wakes a thread that still waits for a piece
+            self._pieces.put_nowait(None)
 
     def __enter__(self):
         return self
@@ -60,14 +69,19 @@ class Stream:
         self.close()
 
     def __del__(self):
+        self._stop()
+
+    def _stop(self):
         self._closed.set()
+        if hasattr(self.run, "stopped"):
+            self.run.stopped.set()
 
 
 def _work(run, pieces, closed, done):
     """Run a generation to its end, into the queue `pieces`: at last None, or the exception that ended it."""
 
     def put(piece):
-        while not (closed.is_set() or _exiting.is_set()):
+        while not (closed.is_set() or ending.is_set()):
             try:
                 return pieces.put(piece, timeout=0.1)
             except queue.Full:  # the consumer takes its time: look again whether it has gone
@@ -77,7 +91,7 @@ def _work(run, pieces, closed, done):
     try:
         for piece in made:
             put(piece)
-            if closed.is_set() or _exiting.is_set():
+            if closed.is_set() or ending.is_set():
                 break
         made.close()
         put(None)
@@ -93,7 +107,7 @@ class Beside:
     def __init__(self, function, *args):
         self._done = threading.Event()
         self._result = self._error = None
-        _start(contextvars.copy_context().run, self._work, function, args)
+        start(contextvars.copy_context().run, self._work, function, args)
 
     def _work(self, function, args):
         try:
@@ -121,7 +135,7 @@ class Beside:
 
 _lock = threading.Lock()
 _workers, _idle = [], []
-_exiting = threading.Event()
+ending = threading.Event()  # the program ends: what runs in these threads is to stop soon
 
 
 class _Worker:
@@ -142,10 +156,10 @@ class _Worker:
         getattr(mx, "clear_streams", mx.clear_cache)()  # older MLX lacks it
 
 
-def _start(function, *args):
-    """Run function(*args) in a free thread, or in a new one."""
+def start(function, *args):
+    """Run function(*args) in a free thread, or in a new one. Raises RuntimeError when the program is ending."""
     with _lock:
-        if _exiting.is_set():  # the threads are told to end, none would run it
+        if ending.is_set():  # the threads are told to end, none would run it
             raise RuntimeError("the program is ending")
         if _idle:
             worker = _idle.pop()
@@ -158,7 +172,7 @@ def _start(function, *args):
 @atexit.register
 def _finish():
     with _lock:
-        _exiting.set()
+        ending.set()
     for worker in _workers:
         worker.tasks.put(None)
     for worker in _workers:

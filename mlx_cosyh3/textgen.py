@@ -5,16 +5,18 @@ turns out to be the last, the step already dispatched is undone on the cache, wh
 prompt and what was generated. Knows nothing of any model but `prefill`, `step`, `make_cache`, `tokenizer`, `config`.
 """
 
+import threading
 import time
 from dataclasses import dataclass
 
 import mlx.core as mx
 import numpy as np
 
-from mlx_cosyh3 import deadline, runtime, sampling, trace
-from mlx_cosyh3.errors import CosyH3Error, take_options
+from mlx_cosyh3 import deadline, lighter, runtime, sampling, trace
+from mlx_cosyh3.costs import costs_of
+from mlx_cosyh3.errors import CosyH3Error, NotFiniteError, take_options
 from mlx_cosyh3.results import TextResult
-from mlx_cosyh3.stream import Stream
+from mlx_cosyh3.stream import Stopped, Stream
 
 CLEAR_EVERY = 256  # tokens between returns of MLX's free buffers to the system
 
@@ -75,7 +77,13 @@ class TextGeneration:
         """`generate` as an iterator of text pieces, none of which splits a character -> Stream.
 
         `stream.result` is there when the stream has ended or was closed."""
-        return Stream(_Run(self, [prompt], take_options(TextOptions, options), streamed=True))
+        return self.start(prompt, True, **options)
+
+    def start(self, prompt, streamed, **options):
+        """`stream_generate`, or with streamed=False `generate`, at work in a thread of its own -> Stream.
+
+        The text comes in pieces either way; but a deadline is for the first token, or for all of them."""
+        return Stream(_Run(self, [prompt], take_options(TextOptions, options), streamed))
 
     def batch_generate(self, prompts, **options):
         """`generate` for several prompts of any lengths at once -> list of TextResult.
@@ -95,7 +103,10 @@ class TextGeneration:
 
 
 class _Run:
-    """One generation of one or more rows, on the thread that iterates over `steps`."""
+    """One generation of one or more rows, on the thread that iterates over `steps`.
+
+    stopped   an event that ends it, also while it reads a long prompt
+    waited    seconds that it waited for its turn before that, if somebody had it wait"""
 
     def __init__(self, model, prompts, options, streamed=False):
         o, cache = options, options.cache
@@ -110,11 +121,27 @@ class _Run:
         self.rows = [_Row(self.tokenizer, sampling.StopText(o.stop)) for _ in prompts]
         self.prompt_tokens = [0] * len(prompts)
         self.prompt_seconds = self.seconds = 0.0
+        self.stopped, self.waited, self._started = threading.Event(), 0.0, False
         policy = runtime.check(o.policy)
         self.request = policy.request()
-        costs = deadline.costs_of(policy, model)
-        self.control = deadline.TextController(costs, self.request, o.deadline, o.late)
-        self.control.begin(max(1, sum(map(len, self.prompts))), o.max_tokens, streamed)
+        other = lighter.of(model) if cache is None else None  # the caller's cache is of this model
+        self._weights = model, other
+        costs = [None if m is None else costs_of(policy, m) for m in self._weights]
+        self.control = deadline.TextController(costs[0], self.request, o.deadline, o.late, lighter=costs[1])
+        self._streamed, self._length = streamed, max(1, sum(map(len, self.prompts)))
+        self._plan()
+
+    def _plan(self):
+        """Settle what a deadline changes. Raises CosyH3Error if it cannot be met."""
+        self.control.begin(self._length, self.options.max_tokens, self._streamed, len(self.rows))
+        self.model = self._weights[self.control.lighter]
+
+    def start(self):
+        """The work begins: settle what the time in a queue has changed. Once; `steps` does it otherwise."""
+        if not self._started:
+            self._started = True
+            if self.request.start(self.waited):
+                self._plan()
 
     def _ids(self, prompt):
         """Ids of a prompt given as text or as ids; may be empty."""
@@ -136,6 +163,7 @@ class _Run:
 
     def steps(self):
         """Draw token after token; yields what each row may show of it, a list of text."""
+        self.start()
         model = self.model
         if self.cache is None:
             self.cache = model.make_cache(len(self.rows))
@@ -150,7 +178,6 @@ class _Run:
 
         self.first_keys = self.keys
         started = time.perf_counter()
-        self.request.begin = self.request.clock()
         before, cache.pending = cache.copy(), None
         try:
             again = lambda *_: self._begin_again(before, rows)  # noqa: E731
@@ -159,12 +186,14 @@ class _Run:
             cache.take_from(before)
             raise
         # What it was at first is kept only where it may be needed: it is as large as the context that came with it.
-        before = before if self.request.device("text") == "gpu" else None
+        theirs = self.options.cache is not None
+        before = before if theirs or self.request.device("text") == "gpu" else None
         again = lambda n: self._turn(self._begin_again(before, rows), n)  # noqa: E731
         self.prompt_seconds = time.perf_counter() - started
         trace.record("prompt", started, started + self.prompt_seconds)
-        self.control.spent("text", "prompt", int(lengths.sum()), self.prompt_seconds)
-        owed, worked = None, 0.0
+        self.control.prompt_read(int(lengths.sum()), self.prompt_seconds)
+        first = self.request.worked
+        owed, worked, spoilt = None, 0.0, False
         try:
             for n in range(self.options.max_tokens):
                 begin = time.perf_counter()
@@ -181,24 +210,33 @@ class _Run:
                 drawn = following
                 if n % CLEAR_EVERY == CLEAR_EVERY - 1:
                     mx.clear_cache()
+        except Exception:
+            spoilt = theirs  # what it holds now is not to be trusted
+            raise
         finally:  # also when the caller stops asking
-            cache.rewind(self.mark)
-            cache.pending = owed
+            if spoilt:
+                cache.take_from(before)
+            else:
+                cache.rewind(self.mark)
+                cache.pending = owed
             made = max(len(row.tokens) for row in self.rows)
             if made > 1:
-                self.control.spent("text", "text", made - 1, worked)
-            whole = self.prompt_seconds + self.seconds
-            if self.control.streamed:
-                self.control.ended(self.prompt_seconds)
-            else:
-                self.control.ended(whole if all(row.finish_reason for row in self.rows) else None)
+                self.control.tokens_made(made - 1, worked)
+            whole = self.request.worked if all(row.finish_reason for row in self.rows) else None
+            self.control.ended(first if self._streamed else whole)
 
     def _begin(self, ids, lengths):
         """Read the prompts and draw the first token of each."""
-        drawn = self._draw(self.model.prefill(mx.array(ids), self.cache, lengths))
+        drawn = self._draw(self.model.prefill(mx.array(ids), self.cache, lengths, on_chunk=self.between))
         mx.eval(drawn)
         self.mark = self.cache.mark()
         return drawn
+
+    def between(self, seconds):
+        """After a part of a long prompt, which took `seconds`: let others have the device."""
+        if self.stopped.is_set():
+            raise Stopped
+        self.request.breathe("text", seconds)
 
     def _begin_again(self, before, rows):
         """`_begin` from the cache as it was `before`, the tokens so far being part of the prompts: what was computed
@@ -243,7 +281,9 @@ class _Run:
     def _values(self, drawn, n):
         """Wait for a drawn step -> (ids, log-probabilities), lists."""
         if not drawn[1].item():
-            raise CosyH3Error(f"the model gave a non-finite value (inf or NaN) at token {n + 1}: try --dtype float32")
+            raise NotFiniteError(
+                f"the model gave a non-finite value (inf or NaN) at token {n + 1}: try --dtype float32"
+            )
         tokens = drawn[0].tolist()
         return tokens, drawn[2].tolist() if self.options.logprobs else [None] * len(tokens)
 
@@ -260,8 +300,11 @@ class _Run:
 
     def pieces(self):
         """The text of a single row, piece by piece (some empty): what a Stream runs."""
-        for texts in self.steps():
-            yield texts[0]
+        try:
+            for texts in self.steps():
+                yield texts[0]
+        except Stopped:
+            return
 
     def result(self):
         return self.results()[0]

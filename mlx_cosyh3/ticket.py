@@ -1,7 +1,8 @@
 """A request to a scheduler: what its user holds of it (Ticket), and its inside, which the scheduler's thread works on.
 
 A run is what a `stream.Stream` holds: pieces(), a generator that does the work, and result(). It may also have an event
-`stopped`, by which it ends between two pieces.
+`stopped`, by which it ends between two pieces, and a number `waited`, which it is told before it begins: the seconds
+since it was asked for.
 """
 
 import asyncio
@@ -105,13 +106,13 @@ class Ticket:
 class Job:
     """A request inside: what is to be done, and what has come of it. Lets go of the model as soon as it has ended."""
 
-    def __init__(self, scheduler, stream, priority, client):
+    def __init__(self, scheduler, stream, priority, client, asked):
         self.priority, self.client = priority, client
         self.state, self.done, self.stopping = "queued", False, False
-        self.asked, self.begun, self.ended = time.perf_counter(), None, None
+        self.asked, self.begun, self.ended = asked, None, None
         self._scheduler = scheduler
         # The stream is kept because one that is dropped stops its run.
-        self._stream, self._run = stream, stream._run if isinstance(stream, streams.Stream) else stream
+        self._stream, self._run = stream, stream.run if isinstance(stream, streams.Stream) else stream
         self._context = contextvars.copy_context()  # `use_kernels`, a request's id and the like hold in the worker, too
         self._changed = threading.Condition()
         # Not bounded: a consumer that takes its time must not hold up others, and the result holds all pieces anyway.
@@ -123,6 +124,8 @@ class Job:
 
     def start(self):
         self.begun, self.state = time.perf_counter(), "running"
+        if hasattr(self._run, "waited"):
+            self._run.waited = self.begun - self.asked
 
     def carry_out(self):
         """Do the work -> (state, result, error)."""
@@ -143,7 +146,7 @@ class Job:
                     with self._changed:
                         self._pieces.append(piece)
                     self._tell()
-                if self.stopping or streams._exiting.is_set():
+                if self.stopping or streams.ending.is_set():
                     whole = False
                     break
         result = self._run.result()

@@ -10,10 +10,11 @@ import subprocess
 import sys
 import threading
 
+import mlx.core as mx
 import pytest
 
 import mlx_cosyh3
-from mlx_cosyh3 import cli, generate
+from mlx_cosyh3 import cli, deadline, generate, runtime
 from mlx_cosyh3.console import DEFAULTS, unescape
 
 COMMAND = [sys.executable, "-m", "mlx_cosyh3"]
@@ -317,3 +318,69 @@ def test_a_full_disk_is_one_line(folder, words):
         words = [*COMMAND, *words, "--model", str(folder)]
         done = subprocess.run(words, stdout=full, stderr=subprocess.PIPE, env=ENVIRONMENT)
     assert (done.returncode, done.stderr) == (2, b"mlx_cosyh3: No space left on device\n")
+
+
+# ---------------------------------------------------------------- where it runs, and by when
+
+
+@pytest.mark.parametrize(
+    "words, said",
+    [
+        (["--deadline", "soon"], "argument --deadline: invalid float value: 'soon'"),
+        (["--deadline", "0"], "deadline must be more than 0 seconds, not 0.0"),
+        (["--deadline", "nan"], "deadline must be more than 0 seconds"),
+        (["--late", "best"], "--late goes with --deadline"),
+        (["--lighter", "x"], "--lighter goes with --deadline"),
+        (["--deadline", "1", "--late", "bst"], "late must be one of refuse, best, not 'bst', nearest known: 'best'"),
+        (["--device", "tpu"], "device must be one of auto, gpu, cpu, not 'tpu', nearest known: 'gpu'"),
+        (["--max-memory", "lots"], "max_memory must be bytes from 1 MB"),
+        (["--on-battery", "off"], "on_battery must be one of reduce, cpu, ignore, not 'off'"),
+        (["--at-heat", "cold"], "at_heat must be one of"),
+        (["--rest", "x"], "rest must be from 0 to 20, not 'x'"),
+        (["--retry-on-cpu", "maybe"], "retry_on_cpu must be 1 (on) or 0 (off)"),
+    ],
+)
+@pytest.mark.parametrize("command", ["generate", "say", "vc"])
+def test_bad_values_are_one_line_before_a_model_is_loaded(run, command, words, said):
+    assert said in one_line(run(command, "x", *words, "--model", "/nowhere"))
+
+
+def test_help_names_what_there_is(run):
+    for command in ("generate", "say", "vc"):
+        status, out, err = run(command, "--help")
+        listed = out[out.index("where it runs, and by when") :]
+        for name in ("deadline", "late", "lighter", *runtime.KNOBS):
+            assert f"--{name.replace('_', '-')} " in listed
+        for known in (deadline.LATE, runtime.DEVICES, runtime.SPARING):
+            assert all(word in listed for word in known)
+
+
+def test_generate_in_time_on_the_device_that_was_asked_for(run, folder, monkeypatch):
+    asked = {}
+    plain = mlx_cosyh3.stream_generate
+
+    def stream_generate(model, prompt, **options):
+        asked.update(options)
+        return plain(model, prompt, **options)
+
+    monkeypatch.setattr(mlx_cosyh3, "stream_generate", stream_generate)
+    words = ["generate", "the cat", "--model", folder, "--seed", 1, "--max-tokens", 5]
+    want = run(*words)[1]
+    knobs = ["--deadline", 600, "--late", "best", "--device", "cpu", "--on-battery", "cpu", "--retry-on-cpu", "0"]
+    status, out, err = run(*words, *knobs)
+    policy = asked["policy"]
+    assert (status, out) == (0, want) and (asked["deadline"], asked["late"]) == (600, "best")
+    assert (policy.device, policy.on_battery, policy.retry_on_cpu) == ("cpu", "cpu", False)
+    lighter = [*words, "--deadline", 600, "--lighter", folder]
+    assert "lighter: its weights take" in one_line(run(*lighter))
+    assert "--lighter goes without" in one_line(run(*lighter, "--save-state", "s"))
+
+
+def test_max_memory_is_told_to_mlx(run, folder):
+    before = mx.set_memory_limit(2**40), mx.set_cache_limit(2**40)
+    try:
+        run("generate", "the cat", "--model", folder, "--max-tokens", 2, "--max-memory", "3GB")
+        assert mx.set_memory_limit(2**40) == 3 * 10**9
+    finally:
+        mx.set_memory_limit(before[0])
+        mx.set_cache_limit(before[1])

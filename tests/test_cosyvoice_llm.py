@@ -2,9 +2,11 @@
 
 import dataclasses
 import functools
+import gc
 import json
 import math
 import threading
+import weakref
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -17,6 +19,7 @@ from mlx_cosyh3.convert.sources import open_source
 from mlx_cosyh3.cosyvoice.llm import LMOptions, SpeechLM, SpeechLMConfig, quantizes, sanitize
 from mlx_cosyh3.cosyvoice.qwen2 import CACHE_STEP, KVCache, Qwen2Config
 from mlx_cosyh3.cosyvoice.ras import RecordedDraws
+from mlx_cosyh3.cosyvoice.safe_tokens import SafeTokens
 from mlx_cosyh3.errors import CheckpointError, CosyH3Error
 from mlx_cosyh3.int8 import Int8Linear, quantize_int8
 from tests.golden_data import cosyvoice_golden, large
@@ -291,6 +294,29 @@ def test_stopping_early_leaves_the_model_usable():
 
 
 # text that arrives bit by bit
+
+
+def test_a_watched_run_and_its_caches_are_gone_when_it_has_ended():
+    """Nothing that can go on elsewhere holds itself: memory falls at once, not when the garbage collector comes."""
+    gone = []
+
+    class Request:
+        def guard(self, stage, function, again):
+            return function()
+
+    def make(text):
+        run = lm.generate([5, 6], [], [], LMOptions(max_tokens=9), mx.random.key(0))
+        gone.extend(map(weakref.ref, (run, *run._cache)))
+        return run
+
+    lm = no_stop(2)
+    gc.collect()
+    gc.disable()
+    try:
+        assert len(list(SafeTokens(Request(), make))) == 9
+        assert len(gone) > 2 and not any(ref() for ref in gone)
+    finally:
+        gc.enable()
 
 
 def test_errors():

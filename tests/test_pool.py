@@ -26,7 +26,7 @@ from mlx_cosyh3.scheduler import Closed
 from tests.fake_models import WAIT, FakeModel, FakeRun
 from tests.small_model import write_model
 from tests.small_voice_model import write_voice_model
-from tests.test_scheduler import files, os_threads
+from tests.test_scheduler_models import files, os_threads
 
 pytestmark = pytest.mark.slow
 

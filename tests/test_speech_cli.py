@@ -14,8 +14,10 @@ import pytest
 import soundfile
 
 from mlx_cosyh3 import generate, load
+from mlx_cosyh3.costs import costs_of
 from mlx_cosyh3.cosyvoice import audio
 from mlx_cosyh3.cosyvoice.voice import Voice
+from tests.policies import SPEECH_STAGES, costly, no_gpu
 from tests.small_model import write_model
 from tests.small_voice_model import small_voice, write_voice_model
 from tests.test_cli import COMMAND, one_line, run  # noqa: F401 - `run` is a fixture
@@ -372,3 +374,26 @@ def test_voices(run, voice_folder, tmp_path):  # noqa: F811
     for file in (bare / "voices").iterdir():
         file.unlink()
     assert run("voices", "--model", bare)[:2] == (0, "")
+
+
+# ---------------------------------------------------------------- where it runs, and by when
+
+
+@pytest.mark.parametrize("words", [[], ["--stream"]])
+def test_say_in_time(say, here, words):
+    assert say(TEXT, "--seed", 1, "-o", "plain.wav", *words)[0] == 0
+    knobs = ["--deadline", 600, "--late", "best", "--device", "cpu", "--max-memory", "50GB", "--at-heat", "ignore"]
+    assert say(TEXT, "--seed", 1, "-o", "timed.wav", *words, *knobs)[0] == 0
+    np.testing.assert_array_equal(read("timed.wav"), read("plain.wav"))
+
+
+@pytest.mark.parametrize("command", ["say", "vc"])
+def test_what_cannot_be_in_time_is_refused(run, here, monkeypatch, recording, speaker, voice_folder, command):  # noqa: F811
+    monkeypatch.setenv("MLX_COSYH3_CACHE", str(here / "cache"))
+    p = no_gpu()
+    costly(p, speaker, (*SPEECH_STAGES, "speech_tokenizer"), 50.0)
+    costs_of(p, speaker).save(now=True)  # as another process has left them
+    what = TEXT if command == "say" else recording
+    result = run(command, what, "--voice", "anna", "--model", voice_folder, "--deadline", 2, "-o", "late.wav")
+    assert "deadline=2 cannot be met: the whole answer takes" in one_line(result)
+    assert not (here / "late.wav").exists()

@@ -9,7 +9,7 @@ import math
 import mlx.core as mx
 import numpy as np
 
-from mlx_cosyh3.errors import CosyH3Error
+from mlx_cosyh3.errors import CosyH3Error, NotFiniteError
 
 
 def times(steps):
@@ -44,7 +44,7 @@ def euler(x, steps, velocity, guidance, on_step=None):
     velocity(x, k)   float32 [2 B, T, 80] at step k for x [2 B, T, 80]: with the conditions, and without
     guidance         how far to go beyond the first
     on_step          called with the number of steps done after each
-    Raises CosyH3Error naming the step from which on something is not finite."""
+    Raises NotFiniteError naming the step from which on something is not finite."""
     finite, B = [], x.shape[0]
     for k, dt in enumerate(times(steps)[1]):
         v = velocity(mx.concatenate([x, x]), k)
@@ -66,8 +66,8 @@ def _wait(finite, done, on_step):
 
 
 def check_finite(flags, stage):
-    """Raise CosyH3Error if one of `flags`, bool scalars of one step each, is not true."""
+    """Raise NotFiniteError if one of `flags`, bool scalars of one step each, is not true."""
     for k, ok in enumerate(flags):
         if not ok.item():
-            raise CosyH3Error(f"the {stage} gave a value that is not finite (inf or NaN) in step {k + 1} of {len(flags)}: "
-                              "convert the model with --dtype float32")  # fmt: skip
+            raise NotFiniteError(f"the {stage} gave a value that is not finite (inf or NaN) in step {k + 1} of "
+                                 f"{len(flags)}: convert the model with --dtype float32")  # fmt: skip

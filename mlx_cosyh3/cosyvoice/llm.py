@@ -20,7 +20,7 @@ import numpy as np
 
 from mlx_cosyh3.cosyvoice.qwen2 import Qwen2, Qwen2Config
 from mlx_cosyh3.cosyvoice.ras import KeyDraws, RecordedDraws, Sampler
-from mlx_cosyh3.errors import CheckpointError, CosyH3Error, nearest
+from mlx_cosyh3.errors import CheckpointError, CosyH3Error, NotFiniteError, nearest
 from mlx_cosyh3.sampling import check_options
 
 CLEAR_EVERY = 256  # tokens between returns of MLX's free buffers to the system
@@ -234,11 +234,12 @@ class SpeechTokens:
     It decodes with any model that has `make_cache`, `last_logits`, `embed_speech` and `embed_drawn` as SpeechLM does,
     and config.speech_token_size and .speech_vocab_size.
 
-    finish_reason   "stop" (the model was done) or "length" (a limit cut it); None until the iterator has ended"""
+    finish_reason   "stop" (the model was done) or "length" (a limit cut it); None until the iterator has ended
+    drawn           all ids so far, those that are no speech included"""
 
     def __init__(self, lm, options, key, plan):
         """`plan`: what makes the generator of ids, from this object; a Whole can also be decoded with others."""
-        self.finish_reason = None
+        self.finish_reason, self.drawn = None, []
         self.plan, self.options, self.key = plan, options, key
         self._lm = lm
         self._cache, self._sampler = lm.make_cache(), options.sampler()
@@ -368,6 +369,7 @@ class SpeechTokens:
         token = ids.item()
         if not math.isfinite(lse.item()):
             raise not_finite(self._count + 1)
+        self.drawn.append(token)
         if token < self._lm.config.speech_token_size:
             self._count, self._last = self._count + 1, token
         if self._count % CLEAR_EVERY == CLEAR_EVERY - 1:
@@ -392,7 +394,7 @@ class Whole:
 
 
 def not_finite(token):
-    return CosyH3Error(
+    return NotFiniteError(
         f"the speech language model gave a non-finite value (inf or NaN) at token {token}: try --dtype float32"
     )
 

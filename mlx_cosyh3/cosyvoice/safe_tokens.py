@@ -19,8 +19,7 @@ class SafeTokens:
         """make   (text ids or None) -> SpeechTokens, the same each time"""
         self._request, self._make = request, make
         self._text = None if text is None else _Text(request, text)
-        self._drawn, self._given = [], 0
-        self._run = self._watched(make(self._text))
+        self._run, self._given = make(self._text), 0
 
     @property
     def finish_reason(self):
@@ -44,24 +43,12 @@ class SafeTokens:
 
     def _again(self):
         self._run.close()
-        drawn, self._drawn = self._drawn, []
-        self._run = self._watched(self._make(None if self._text is None else self._text.again()))
+        drawn = self._run.drawn
+        self._run = self._make(None if self._text is None else self._text.again())
         self._run._sampler = Replay(self._run._sampler, drawn)
         for _ in range(self._given):
             next(self._run)
         return self._next()
-
-    def _watched(self, run):
-        """`run`, whose ids are written down as they are read."""
-        read = run._read
-
-        def _read(drawn):
-            token = read(drawn)
-            self._drawn.append(token)
-            return token
-
-        run._read = _read
-        return run
 
 
 class _Text:

@@ -8,36 +8,25 @@ a chunk costs the same however much was said before it. What the stages are is t
 import contextlib
 import math
 import queue
-import threading
 import time
 from dataclasses import dataclass, replace
 
 import mlx.core as mx
 import numpy as np
 
-from mlx_cosyh3 import runtime, sampling, trace
-from mlx_cosyh3.cosyvoice import audio, modes, prompts, text as texts
+from mlx_cosyh3 import sampling, trace
+from mlx_cosyh3.cosyvoice import text as texts
+from mlx_cosyh3.cosyvoice.asked import Asked
 from mlx_cosyh3.cosyvoice.llm import LMOptions
 from mlx_cosyh3.cosyvoice.safe_tokens import SafeTokens
 from mlx_cosyh3.cosyvoice.speed import change_speed, speed_stream
-from mlx_cosyh3.deadline import Speech, SpeechController, costs_of
 from mlx_cosyh3.errors import CosyH3Error
 from mlx_cosyh3.results import SpeechResult
 from mlx_cosyh3.runtime import Restartable
-from mlx_cosyh3.stream import Beside, Stream
+from mlx_cosyh3.stream import Beside, Stopped
 
 FADE = 0.005  # s, at the seams of segments, so that a step in the wave is no click
 LONGEST = 30.0  # s of a recording that are converted in one piece
-
-
-@dataclass
-class Segment:
-    """One piece of the text: what the language model is to read for it."""
-
-    text: str
-    text_ids: list
-    prompt_ids: list
-    prompt_speech: list
 
 
 @dataclass
@@ -51,39 +40,12 @@ class Run:
     to_come: float = 0  # speech tokens that the segments after it may have
 
 
-class Stopped(BaseException):
-    """Nobody waits for this utterance any more."""
-
-
-class SpeechStream(Stream):
-    """A Stream whose close() need not wait for a whole stage to end, and may come from any thread."""
-
-    def close(self):
-        self._run.stopped.set()
-        super().close()
-        with contextlib.suppress(queue.Full):  # wakes a thread that still waits for a piece
-            self._pieces.put_nowait(None)
-
-    def __del__(self):
-        self._run.stopped.set()
-        super().__del__()
-
-
-class Utterance:
-    """What is asked for, checked at once; then `pieces`, which does the work in the thread that iterates over it.
-
-    source   voice conversion: (samples, rate) of the recording that says what is to be said, instead of a text"""
+class Utterance(Asked):
+    """What is asked for, then `pieces`, which does the work in the thread that iterates over it."""
 
     def __init__(self, model, text, options, streamed, note, progress, source=None):
-        self.model, self.options, self.streamed = model, options.settle(model), streamed
-        self.note, self._progress = note or audio.warn, progress
-        self.stopped, self._told = threading.Event(), queue.SimpleQueue()
-        self.source, self.text, self.segments = source, text, None
-        self.voice, self.mode = modes.choose(model, options, source is not None)
-        if source is None and isinstance(text, str):
-            self.segments = self._segments(text)  # here, so that bad text is an error before any work
-        elif source is None:
-            self._check_pieces(text)
+        super().__init__(model, text, options, streamed, note, progress, source)
+        self._told = queue.SimpleQueue()
         self.audio, self.tokens = [], []
         self.finish_reason = self.first_audio = None
         self.cut = False  # whether a limit ended a segment
@@ -92,89 +54,13 @@ class Utterance:
         self.pause = options.pause if source is None else 0.0
         self.paused = 0.0  # s of silence between segments
         self.begin, self.total = None, 0.0
-        policy = runtime.check(self.options.policy)
-        self.request = policy.request()
-        self.control = SpeechController(
-            costs_of(policy, model), self.request, self.options.deadline, self.options.late
-        )
-        self._plan()
-
-    # What is asked for
-
-    def _check_pieces(self, text):
-        """Raise CosyH3Error unless `text`, which is no string, can be spoken while it arrives."""
-        model = self.model
-        if not (self.streamed and hasattr(text, "__iter__")):
-            also = "; stream_generate also takes an iterator of strings" if model.text_in_pieces else ""
-            raise CosyH3Error(f"text must be a string, not {type(text).__name__}{also}")
-        if not model.text_in_pieces:
-            raise CosyH3Error(
-                f"CosyVoice {model.version} reads a whole text before it speaks: join the pieces to one string; "
-                f"it can do {model.abilities}"
-            )
-
-    def _segments(self, text):
-        """The pieces of `text`, each with the ids that go to the language model."""
-        o = self.options
-        model = self.model
-        made = texts.segments(text, model.tokenizer.count, o.language, o.normalize, note=self.note, tags=model.tags)
-        return [self._segment(piece) for piece in made]
-
-    def _segment(self, piece):
-        model, voice = self.model, self.voice
-        prompt, said = prompts.layout(
-            self.mode, model.version, piece, voice.transcript, self.options.instruct, note=self.note, tags=model.tags,
-            normalise=self.options.normalize,
-        )  # fmt: skip
-        if self.mode == "zero_shot" and voice.transcript is None:
-            prompt_ids = voice.transcript_ids.tolist()
-        else:
-            prompt_ids = model.tokenizer.encode(prompt)
-        prompt_speech = voice.prompt_tokens.tolist() if self.mode == "zero_shot" else []
-        return Segment(piece, model.tokenizer.encode(said), prompt_ids, prompt_speech)
-
-    def _plan(self):
-        """Settle what a deadline changes beforehand. Raises CosyH3Error if it cannot be met."""
-        o, model, segments = self.options, self.model, self.segments or []
-        prompt = model.prompt(self.voice, self.mode)
-        self.text_ids = sum(len(s.text_ids) for s in segments)
-        length = 0.0  # s of a recording
-        if self.source is not None and o.deadline is not None:
-            length = len(self.source[0]) / self.source[1]
-        chunks = None
-        if self.streamed:  # a shorter first chunk is no loss where chunks do not show in the audio
-            sizes = {max(1, o.chunk_tokens >> k) for k in range(8)} if model.causal else {o.chunk_tokens}
-            chunks = [(n, next(model.hops(prompt, replace(o, chunk_tokens=n)))) for n in sorted(sizes, reverse=True)]
-        plan = self.control.begin(
-            Speech(
-                prefix=sum(self._prefix(s) for s in segments) // max(1, len(segments)),
-                tokens=length * model.token_rate if length else self.control.expected_tokens(self.text_ids),
-                segments=max(1, len(segments)),
-                prompt_frames=prompt[1].shape[1],
-                frames_per_token=self._frames(1),
-                steps=o.steps,
-                chunks=chunks,
-                language_model=self.source is None,
-                recording=length,
-            )
-        )
-        steps = plan.steps if self.streamed else o.steps  # at once they are chosen when the tokens are there
-        self.options = replace(o, steps=steps, chunk_tokens=plan.chunk or o.chunk_tokens)
-
-    def _prefix(self, segment):
-        return len(segment.text_ids) + len(segment.prompt_ids) + len(segment.prompt_speech) + 2
-
-    def _frames(self, tokens):
-        """Mel frames of so many speech tokens."""
-        hop = self.model.config["mel"]["hop_size"]
-        return tokens * self.model.sample_rate / hop / self.model.token_rate
 
     # The work
 
     def pieces(self):
         """Yield audio, float32 numpy; what a Stream runs."""
         self.begin = time.perf_counter()
-        self.request.begin = self.request.clock()
+        self.start()
         self.prompt = self.model.prompt(self.voice, self.mode)
         try:
             for pieces, several in self._live() if self.streamed else self._pipelined():
@@ -244,7 +130,7 @@ class Utterance:
 
     def _runs(self):
         """A Run for each segment; its tokens are to be taken before the next is asked for."""
-        o, model = self.options, self.model
+        model = self.model
         if self.source is not None:
             parts = self._converted()
             for i, (part, (_, now)) in enumerate(zip(parts, self.keys())):
@@ -260,18 +146,12 @@ class Utterance:
         several = len(self.segments) > 1
         for i, (s, (now, now_noise)) in enumerate(zip(self.segments, self.keys())):
             speak = lambda _, s=s, key=now: model.speak(s, self.mode, self.voice, lm, key)  # noqa: E731
-            with contextlib.closing(self._safe(speak)) as run:
+            with contextlib.closing(SafeTokens(self.request, speak)) as run:
                 later = self.control.expected_tokens(sum(len(t.text_ids) for t in self.segments[i + 1 :])) or 0
                 yield Run(self._counted(run, self._prefix(s)), now_noise, several, i < len(self.segments) - 1, later)
                 self._ended(run, repr(s.text if len(s.text) < 50 else s.text[:47] + "..."))
             if self._full() or self.cut_short:
                 return
-
-    def _safe(self, make, text=None):
-        """The run that make(text) gives, made so that it outlives a failure on the GPU, where one may happen."""
-        if self.request.device("llm") == "cpu":
-            return make(text)
-        return SafeTokens(self.request, make, text)
 
     def lm_options(self):
         o = self.options
@@ -293,7 +173,8 @@ class Utterance:
         parts = texts.pieces(self.text, o.normalize, o.language, note=self.note)
         ids = (i for piece in parts for i in model.tokenizer.encode(piece))
         prompt = first.prompt_ids + first.text_ids
-        return self._safe(lambda ids: model.llm.generate_from_stream(ids, prompt, first.prompt_speech, lm, key), ids)
+        speak = lambda ids: model.llm.generate_from_stream(ids, prompt, first.prompt_speech, lm, key)  # noqa: E731
+        return SafeTokens(self.request, speak, ids)
 
     def _converted(self):
         """The speech tokens of the source, in parts that end in pauses where there are some."""
@@ -336,8 +217,7 @@ class Utterance:
             try:
                 while True:
                     begin = time.perf_counter()
-                    with self._lm_place(run):
-                        token = next(iterator, None)
+                    token = next(iterator, None)
                     if self.source is None:
                         took = self._spent("llm", begin) - begin
                         if made or prefix is None:
@@ -364,12 +244,6 @@ class Utterance:
             if self.control.enough(len(self.tokens) - before):
                 self.cut_short = True
                 return
-
-    def _lm_place(self, run):
-        """Where the next token of `run` is made; SafeTokens see to it themselves."""
-        if self.source is not None or isinstance(run, SafeTokens):
-            return contextlib.nullcontext()
-        return self.request.place("llm")
 
     def _full(self):
         o = self.options
