@@ -35,6 +35,7 @@ class SpeechReport(ConvertReport):
     sizes: dict = field(default_factory=dict)  # {part: (parameters, bytes before, bytes after)}
     files: dict = field(default_factory=dict)  # {file: (tensors read, [names of those that were skipped])}
     voices: list = field(default_factory=list)
+    unread: list = field(default_factory=list)  # names of files in the folder that are none of the model's
 
     def parts(self):
         """One line per part, and per file."""
@@ -44,6 +45,7 @@ class SpeechReport(ConvertReport):
             lines.append(
                 f"{file}: {read} tensors read, {len(skipped)} skipped" + (f" ({some(skipped)})" if skipped else "")
             )
+        lines += [f"not read: {some(self.unread)}"] if self.unread else []
         lines.append(f"voices: {', '.join(self.voices) or 'none'}")
         return "\n".join(lines)
 
@@ -153,6 +155,7 @@ def convert_cosyvoice(
             Path(f).name: (len(source.parts[p]), source.skipped.get(Path(f).name, [])) for p, f in source.files.items()
         },
         voices=list(source.voices),
+        unread=source.unread,
     )
     if unquantized:
         report.notes.append(f"not quantised, 64 does not divide their width: {some(unquantized)}")

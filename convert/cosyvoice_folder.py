@@ -55,6 +55,12 @@ class SpeechSource:
         return list(dict.fromkeys([*self.files.values(), *self.others, *self.tokenizer.values()]))
 
     @property
+    def unread(self):
+        """Names of the folder's files that nothing was read from, in order."""
+        names = {path.name for path in self.folder.iterdir() if path.is_file() and path.name[0] != "."}
+        return sorted(names - {path.name for path in self.paths})
+
+    @property
     def version(self):
         """The module of its version."""
         return version_module(int(self.config["model_type"][-1]))

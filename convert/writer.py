@@ -24,6 +24,7 @@ import numpy as np
 
 from mlx_cosyh3.convert.sources import NUMPY_DTYPES
 from mlx_cosyh3.errors import CosyH3Error
+from mlx_cosyh3.load import FAMILIES
 
 SHARD_BYTES = 5_000_000_000
 
@@ -226,7 +227,7 @@ def clean_up(target):
 
 def _is_model(folder):
     try:
-        return json.loads((folder / "config.json").read_text()).get("model_type") in ("h3", "cosyvoice3")
+        return json.loads((folder / "config.json").read_text(encoding="utf-8")).get("model_type") in FAMILIES
     except (OSError, ValueError, AttributeError):
         return False
 

@@ -245,7 +245,7 @@ def write_file(path, text):
     part = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        part.write_text(text)
+        part.write_text(text, encoding="utf-8")
         os.replace(part, path)
         return True
     except OSError:

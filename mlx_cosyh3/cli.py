@@ -27,7 +27,7 @@ def main(argv=None):
     if sys.stdout is None:  # started with stdout closed
         sys.stdout = open(os.devnull, "w")
     if hasattr(sys.stdout, "reconfigure"):
-        sys.stdout.reconfigure(errors="replace")  # a terminal that cannot show a character gets "?"
+        sys.stdout.reconfigure(errors="backslashreplace")  # a terminal that cannot show a character gets its number
     args = _parse(sys.argv[1:] if argv is None else argv)
     if isinstance(args, int):
         return args

@@ -92,7 +92,7 @@ class Costs:
         if self.path is None:
             return
         try:
-            kept = json.loads(self.path.read_text())
+            kept = json.loads(self.path.read_text(encoding="utf-8"))
             if kept["format"] != FORMAT:
                 return
             for key, pairs in kept["stages"].items():

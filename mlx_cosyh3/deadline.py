@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from mlx_cosyh3 import sampling
 from mlx_cosyh3.costs import measure
-from mlx_cosyh3.errors import CosyH3Error, nearest
+from mlx_cosyh3.errors import CosyH3Error, DeadlineError, nearest
 
 LATE = ("refuse", "best")
 PROBES = 4  # small pieces of work before a request with a deadline
@@ -80,7 +80,7 @@ class Controller:
     def choose(self, options, what, advice):
         """The first of `options`, (plan, forecast in seconds) by falling quality, that is in time, with its forecast.
 
-        None if there is nothing to go by. Raises CosyH3Error if none is in time and the caller wants to be told."""
+        None if there is nothing to go by. Raises DeadlineError if none is in time and the caller wants to be told."""
         best, lighter = (None, math.inf), False
         for plan, forecast in options:
             if forecast <= self.left:
@@ -93,7 +93,7 @@ class Controller:
                 best = plan, forecast
         known = best[1] < math.inf
         if self.late == "refuse" and (known or self.left <= 0):
-            raise CosyH3Error(self._refusal(what, best[1] if known else None, advice))
+            raise DeadlineError(self._refusal(what, best[1] if known else None, advice))
         return best if known else (None, None)
 
     def _refusal(self, what, forecast, advice):
@@ -103,10 +103,8 @@ class Controller:
         if takes and busy:
             takes += f" (now: {busy})"
         waited = f"the request has waited {self.request.waited:.1f} s for its turn" if self.request.waited else ""
-        return (
-            f"deadline={self.seconds:g} cannot be met: {', and '.join(w for w in (takes, waited) if w)}; {advice}, "
-            "or pass late='best'"
-        )
+        why = ", and ".join(w for w in (takes, waited) if w) or "the time is over"
+        return f"deadline={self.seconds:g} cannot be met: {why}; {advice}, or pass late='best'"
 
     def follow(self, plan, reason):
         """Run as `plan` says."""
@@ -177,7 +175,7 @@ class SpeechController(Controller):
     """Chooses devices, first chunk and steps so that the first audio (streamed) or all of it is there in time."""
 
     def begin(self, job):
-        """Before the work -> Plan. Raises CosyH3Error if it cannot be in time, and the caller wants to be told."""
+        """Before the work -> Plan. Raises DeadlineError if it cannot be in time, and the caller wants to be told."""
         self.job, self.costs = job, self._weights[0]
         asked = Plan(job.steps, job.chunks[0][0] if job.chunks else None)
         if self.seconds is None:
@@ -303,7 +301,7 @@ class TextController(Controller):
     """Chooses the device, or lighter weights, so that the first token (streamed) or all `max_tokens` are in time."""
 
     def begin(self, prompt, max_tokens, streamed, rows=1):
-        """Before the work: prompt tokens in all, tokens to draw at most. Raises CosyH3Error as told above.
+        """Before the work: prompt tokens in all, tokens to draw at most. Raises DeadlineError as told above.
 
         rows   texts that are continued at once, whose steps take longer"""
         self.streamed, self.costs = streamed, self._weights[0]

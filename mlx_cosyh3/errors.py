@@ -19,6 +19,10 @@ class StageError(CosyH3Error, RuntimeError):
     """A stage of a model failed, for want of memory or by an error of MLX, and no other device was left for it."""
 
 
+class DeadlineError(CosyH3Error):
+    """A deadline that cannot be met, said before the work starts."""
+
+
 class CheckpointError(CosyH3Error):
     """A checkpoint that cannot be read, or that does not hold the model it should."""
 

@@ -120,7 +120,7 @@ def read_config(folder):
     if not path.exists():
         raise CheckpointError(f"{folder} has no config.json; turn a checkpoint into a model with: mlx_cosyh3 convert")
     try:
-        config = json.loads(path.read_text())
+        config = json.loads(path.read_text(encoding="utf-8"))
         kind = config["model_type"]
     except (ValueError, KeyError, TypeError) as e:
         raise CheckpointError(f"{path} is not a model's config ({type(e).__name__}: {e})") from e

@@ -16,11 +16,13 @@ CONFIG = {
 }  # fmt: skip
 
 
-def write_model(folder, seed=0):
-    """Write the folder: 256 byte tokens, five merges, end-of-text = 261; weights drawn from `seed`."""
+def write_model(folder, seed=0, **changes):
+    """Write the folder: 256 byte tokens, five merges, end-of-text = 261; weights drawn from `seed`.
+
+    changes   other values of config.json's entries"""
     folder.mkdir(parents=True, exist_ok=True)
-    weights = {}
-    for i, (name, a) in enumerate(tree_flatten(build(CONFIG).parameters())):
+    config, weights = CONFIG | changes, {}
+    for i, (name, a) in enumerate(tree_flatten(build(config).parameters())):
         noise = mx.random.normal(a.shape, key=mx.random.key(1000 * seed + i))
         if name.endswith("log_dt"):
             weights[name] = noise * 0.5 - 3
@@ -29,10 +31,10 @@ def write_model(folder, seed=0):
         else:
             weights[name] = noise * (0.5 if "mixer" in name else 0.25)
     # End-of-text is next to impossible, so that a test decides itself when a generation ends.
-    weights["norm_f.bias"] = mx.full((16,), 2.0)
+    weights["norm_f.bias"] = mx.full((config["d_model"],), 2.0)
     weights["embeddings.weight"][261] = -2.0
     mx.save_safetensors(str(folder / "model.safetensors"), weights, {"format": "mlx"})
-    (folder / "config.json").write_text(json.dumps(CONFIG, sort_keys=True))
+    (folder / "config.json").write_text(json.dumps(config, sort_keys=True))
     vocab = dict(ALPHABET)
     for token in ("th", "the", "Ġa", "ĊĊ", "ĠĠ", "<|endoftext|>"):
         vocab[token] = len(vocab)

@@ -1,6 +1,6 @@
-"""Conversion of a CosyVoice 3 folder: all formats and back, its report, its voices.
+"""Conversion of a CosyVoice 3 folder: its numbers, its layers, its voices.
 
-Bad folders are in test_convert_cosyvoice_errors.py, what other versions have in test_convert_cosyvoice_versions.py.
+Bad folders are in test_convert_cosyvoice_errors.py, what is the same in all versions in test_convert_all_versions.py.
 """
 
 import json
@@ -11,33 +11,20 @@ import sys
 import mlx.core as mx
 import numpy as np
 import pytest
-from mlx.utils import tree_flatten
-
-from mlx_cosyh3.convert import convert, main
+from mlx_cosyh3.convert import convert
 from mlx_cosyh3.convert.cosyvoice import find_speech_model, open_speech, part_formats
-from mlx_cosyh3.convert.cosyvoice_v3 import SANITIZE
 from mlx_cosyh3.convert.sources import open_source
-from mlx_cosyh3.convert.verify import main as verify_main
 from mlx_cosyh3.convert.verify import verify
+
 from mlx_cosyh3.cosyvoice.voice import Voice
 from mlx_cosyh3.errors import CosyH3Error
 from mlx_cosyh3.load import load
 from tests import cosyvoice_layouts
-from tests.golden_data import cosyvoice_golden, large
+from tests.golden_data import large
 from tests.make_cosyvoice_folder import make_folder, numbers, voice, write_torch
+from tests.speech_folders import error, replace
 
 SHAPES, SIZES = cosyvoice_layouts.SHAPES[3], cosyvoice_layouts.SIZES[3]
-
-FORMATS = [
-    {},
-    {"dtype": "bfloat16"},
-    {"quantize": "int8"},
-    {"quantize": 8},
-    {"quantize": "4", "store": "float16"},
-    {"quantize": "llm=int8,flow=8", "dtype": "llm=bfloat16,flow=float32", "store": "hift=bfloat16"},
-    {"quantize": "int8", "store": "float16"},
-]
-
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory):
@@ -48,21 +35,6 @@ def source(tmp_path_factory):
 def copy(source, tmp_path):
     """A folder of the test's own."""
     return shutil.copytree(source, tmp_path / "source")
-
-
-def error(folder, tmp_path, **options):
-    """The message of a failed conversion, which must be one line and leave nothing behind."""
-    with pytest.raises(CosyH3Error) as e:
-        convert(str(folder), str(tmp_path / "out"), **options)
-    assert "\n" not in str(e.value)
-    assert not [p.name for p in tmp_path.iterdir() if "out" in p.name]
-    return str(e.value)
-
-
-def replace(path, old, new):
-    text = path.read_text()
-    assert old in text
-    path.write_text(text.replace(old, new))
 
 
 # The test's own folder
@@ -78,22 +50,6 @@ def test_the_full_size_of_the_test_folder_is_that_of_the_released_model(version,
 
 
 # True conversions
-
-
-@pytest.mark.parametrize("options", FORMATS, ids=str)
-def test_round_trip(source, tmp_path, options):
-    report = convert(str(source), str(tmp_path / "out"), **options)
-    assert report.bytes == sum(t.nbytes for t in open_source(tmp_path / "out").tensors.values())
-    checked = verify(tmp_path / "out", source)
-    assert checked.ok, checked.table()
-    assert [s.name for s in checked.stages] == ["logits", "mel", "wav"] and all(s.peak > 0.01 for s in checked.stages)
-    if not options:
-        assert all(s.error == 0 for s in checked.stages)
-    model = load(tmp_path / "out")
-    config = json.loads((tmp_path / "out" / "config.json").read_text())
-    for name, a in tree_flatten(model.parameters()):
-        if mx.issubdtype(a.dtype, mx.floating) and not name.endswith(".scale"):
-            assert a.dtype == getattr(mx, config["dtype"].get(name.split(".")[0], "float32")), name
 
 
 def test_the_config_says_what_the_folder_says(source, tmp_path):
@@ -128,13 +84,6 @@ def test_layers_that_64_does_not_divide_stay_and_are_reported(copy, tmp_path):
     assert report.unquantized == [f"llm.qwen2.layers.{i}.mlp.down_proj" for i in range(2)]
     assert any("not quantised" in note for note in report.notes)
     assert verify(tmp_path / "out", copy).ok
-
-
-@pytest.mark.parametrize("part", ["llm", "flow", "hift"])
-def test_sanitize_twice_equals_once(source, part):
-    once = SANITIZE[part]({n: t.numpy() for n, t in open_source(source / f"{part}.pt").tensors.items()})
-    twice = SANITIZE[part](once)
-    assert once.keys() == twice.keys() and all(np.array_equal(once[n], twice[n]) for n in once)
 
 
 def test_the_vocoder_saved_with_its_discriminator_and_old_weight_norm(copy, source, tmp_path):
@@ -181,39 +130,7 @@ def test_names_of_voices_cannot_leave_their_folder(copy, tmp_path):
     assert set(load(tmp_path / "out").voices) == set(names)
 
 
-def test_front_ends(copy, tmp_path):
-    shutil.copy(cosyvoice_golden("campplus") / "campplus_tiny.onnx", copy / "campplus.onnx")
-    tokenizer = cosyvoice_golden("s3_v3") / "tokenizer_lookalike.onnx"
-    (copy / "spk2info.pt").unlink()
-    report = convert(str(copy), str(tmp_path / "out"), speech_tokenizer=str(tokenizer))
-    assert set(report.sizes) == {"llm", "flow", "hift", "campplus", "speech_tokenizer"} and not report.voices
-    checked = verify(tmp_path / "out", copy, speech_tokenizer=str(tokenizer))
-    assert checked.ok, checked.table()
-    model = load(tmp_path / "out")
-    model.need("campplus", "speech_tokenizer")
-    assert model.campplus(mx.zeros((1, 131, 80))).shape == (1, 192)
-
-
 # Report
-
-
-def test_dry_run_writes_nothing(source, tmp_path, capsys):
-    assert main(["--model", str(source), "--out", str(tmp_path / "out"), "-q", "llm=4", "--dry-run"]) == 0
-    out = capsys.readouterr()
-    assert not any(tmp_path.iterdir())
-    assert "flow.dit.proj_in.weight" in out.out and "would write" in out.out and "campplus.onnx" in out.err
-    assert re.search(r"llm +[\d,]+ +[\d,]+ +[\d,]+", out.out)
-    assert "llm.pt: 28 tensors read, 1 skipped (llm.model.lm_head.weight)" in out.out
-
-
-def test_commands(source, tmp_path, capsys):
-    assert main(["--model", str(source), "--out", str(tmp_path / "out"), "-q", "int8", "--store", "float16"]) == 0
-    assert "bits per weight" in capsys.readouterr().out
-    assert verify_main([str(tmp_path / "out"), "--against", str(source)]) == 0
-    assert capsys.readouterr().out.endswith("PASS\n")
-    assert main(["--model", str(source), "--out", str(tmp_path / "out")]) == 2
-    assert "--overwrite" in capsys.readouterr().err
-    assert main(["--model", str(source), "--out", str(tmp_path / "out"), "--overwrite"]) == 0
 
 
 def test_the_sources_are_not_overwritten(copy, tmp_path):

@@ -1,20 +1,17 @@
-"""Conversion of CosyVoice 1 (50 and 25 Hz) and 2: all formats and back, their voices, and every kind of bad folder.
+"""Conversion of CosyVoice 1 (50 and 25 Hz) and 2: what they have alone, their voices, text tokenizers and bad folders.
 
-What is the same in all versions is tested with version 3, in test_convert_cosyvoice.py.
+What is the same in all versions is in test_convert_all_versions.py.
 """
 
 import json
-import os
 import re
 import shutil
 from collections import Counter
 from types import SimpleNamespace
 
-import mlx.core as mx
 import numpy as np
 import pytest
 from mlx.utils import tree_flatten
-
 from mlx_cosyh3.convert import convert, main
 from mlx_cosyh3.convert.common import TextTokenizer
 from mlx_cosyh3.convert.cosyvoice import find_speech_model, open_speech
@@ -25,76 +22,29 @@ from mlx_cosyh3.convert.hyperyaml import parse
 from mlx_cosyh3.convert.sources import ArrayTensor, open_source
 from mlx_cosyh3.convert.verify import main as verify_main
 from mlx_cosyh3.convert.verify import verify
+
 from mlx_cosyh3.cosyvoice import whisper_tokenizer
 from mlx_cosyh3.errors import CosyH3Error
 from mlx_cosyh3.load import load
-from tests import onnx_writer
 from tests.cosyvoice_layouts import SHAPES, SIZES, YAML, version_1
-from tests.golden_data import cosyvoice_golden
-from tests.make_cosyvoice_folder import make_folder, qwen2_config, voice, write_ranks, write_torch
-
-KINDS = {"v1": (1, 50), "v1-25Hz": (1, 25), "v2": (2, None)}  # name -> version, rate
-YAMLS = {1: "cosyvoice.yaml", 2: "cosyvoice2.yaml"}
-FORMATS = [
-    {},
-    {"dtype": "bfloat16"},
-    {"quantize": "int8"},
-    {"quantize": 8},
-    {"quantize": "4", "store": "float16"},
-    {"quantize": "llm=int8,flow=8", "dtype": "llm=bfloat16,flow=float32", "store": "hift=bfloat16"},
-]
+from tests.make_cosyvoice_folder import qwen2_config, voice, write_ranks, write_torch
+from tests.speech_folders import (  # noqa: F401 - two are fixtures
+    KINDS,
+    YAMLS,
+    add_front_ends,
+    copy_of,
+    error,
+    replace,
+    sources,
+)  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def sources(tmp_path_factory):
-    root = tmp_path_factory.mktemp("versions")
-    return {name: make_folder(root / name, version=v, rate=rate or 50) for name, (v, rate) in KINDS.items()}
-
-
-@pytest.fixture(params=KINDS)
+@pytest.fixture(params=["v1", "v1-25Hz", "v2"])
 def source(request, sources):
     return sources[request.param]
 
 
-@pytest.fixture
-def copy_of(sources, tmp_path):
-    """A folder of the test's own."""
-    return lambda name: shutil.copytree(sources[name], tmp_path / "source")
-
-
-def error(folder, tmp_path, **options):
-    """The message of a failed conversion, which must be one line and leave nothing behind."""
-    with pytest.raises(CosyH3Error) as e:
-        convert(str(folder), str(tmp_path / "out"), **options)
-    assert "\n" not in str(e.value)
-    assert not [p.name for p in tmp_path.iterdir() if "out" in p.name]
-    return str(e.value)
-
-
-def replace(path, old, new):
-    text = path.read_text()
-    assert old in text
-    path.write_text(text.replace(old, new))
-
-
 # True conversions
-
-
-@pytest.mark.parametrize("options", FORMATS, ids=str)
-def test_round_trip(source, tmp_path, options):
-    report = convert(str(source), str(tmp_path / "out"), **options)
-    assert report.bytes == sum(t.nbytes for t in open_source(tmp_path / "out").tensors.values())
-    checked = verify(tmp_path / "out", source)
-    assert checked.ok, checked.table()
-    assert [s.name for s in checked.stages] == ["logits", "mel", "wav"] and all(s.peak > 0.01 for s in checked.stages)
-    if not options:
-        assert all(s.error == 0 for s in checked.stages)
-    model = load(tmp_path / "out")
-    config = json.loads((tmp_path / "out" / "config.json").read_text())
-    for name, a in tree_flatten(model.parameters()):
-        kept = name.endswith(".scale") or name.startswith("hift.f0_predictor.")  # float32 whatever is computed in
-        if mx.issubdtype(a.dtype, mx.floating) and not kept:
-            assert a.dtype == getattr(mx, config["dtype"].get(name.split(".")[0], "float32")), name
 
 
 @pytest.mark.parametrize("name", ["v1", "v1-25Hz"])
@@ -179,51 +129,10 @@ def test_quantisation_takes_attention_and_feed_forward_alone(sources, tmp_path):
     assert quantised(tmp_path / "v2") == lm | unet | both
 
 
-def test_sanitize_twice_equals_once(source):
-    module = open_speech(find_speech_model(str(source))).version
-    for part, sanitize in module.SANITIZE.items():
-        once = sanitize({n: t.numpy() for n, t in open_source(source / f"{part}.pt").tensors.items()})
-        twice = sanitize(once)
-        assert once.keys() == twice.keys() and all(np.array_equal(once[n], twice[n]) for n in once)
-
-
 def test_nothing_is_skipped_but_the_head_over_text(source):
     skipped = open_speech(find_speech_model(str(source))).skipped
     lm = [] if (source / "cosyvoice.yaml").exists() else ["llm.model.lm_head.weight"]
     assert skipped == {"llm.pt": lm, "flow.pt": [], "hift.pt": []}
-
-
-def test_dry_run_and_commands(source, tmp_path, capsys):
-    words = ["--model", str(source), "--out", str(tmp_path / "out"), "-q", "int8"]
-    assert main([*words, "--dry-run"]) == 0 and not any(tmp_path.iterdir())
-    assert "flow.unet.time_in.weight" in capsys.readouterr().out
-    assert main(words) == 0
-    assert verify_main([str(tmp_path / "out"), "--against", str(source)]) == 0
-    assert capsys.readouterr().out.endswith("PASS\n")
-
-
-def add_front_ends(folder, version, speech_tokenizer):
-    """The goldens' small front ends; `speech_tokenizer`: the name of one."""
-    shutil.copy(cosyvoice_golden("campplus") / "campplus_tiny.onnx", folder / "campplus.onnx")
-    path = folder / f"speech_tokenizer_v{version}.onnx"
-    if version == 1:
-        from tests.test_cosyvoice_front_ends import golden_v1_graph
-
-        nodes, weights, out = golden_v1_graph(speech_tokenizer, True, False, False)
-        path.write_bytes(onnx_writer.graph(nodes, weights, ["feats"], [out]))
-    else:
-        shutil.copy(cosyvoice_golden(speech_tokenizer) / "tokenizer_lookalike.onnx", path)
-
-
-@pytest.mark.parametrize("name, tokenizer", [("v1", "s3_v1_50hz"), ("v1-25Hz", "s3_v1_25hz"), ("v2", "s3_v2")])
-def test_front_ends(copy_of, tmp_path, name, tokenizer):
-    copy = copy_of(name)
-    add_front_ends(copy, KINDS[name][0], tokenizer)
-    (copy / "spk2info.pt").unlink()
-    report = convert(str(copy), str(tmp_path / "out"))
-    assert set(report.sizes) == {"llm", "flow", "hift", "campplus", "speech_tokenizer"} and not report.voices
-    assert verify(tmp_path / "out", copy).ok
-    load(tmp_path / "out").need("campplus", "speech_tokenizer")
 
 
 def test_the_speech_tokenizer_of_the_other_rate(copy_of, tmp_path):
@@ -374,41 +283,6 @@ def test_two_yamls(copy_of, sources, tmp_path):
     shutil.copy(sources["v1"] / "cosyvoice.yaml", copy)
     message = error(copy, tmp_path)
     assert "holds cosyvoice2.yaml of CosyVoice 2 and cosyvoice.yaml of CosyVoice 1" in message
-
-
-@pytest.mark.parametrize("name", KINDS)
-def test_missing_files(copy_of, tmp_path, name):
-    copy, yaml = copy_of(name), YAMLS[KINDS[name][0]]
-    for file, said in (
-        ("hift.pt", "lacks hift.pt"),
-        ("spk2info.pt", f"campplus.onnx, speech_tokenizer_v{KINDS[name][0]}.onnx, and spk2info.pt"),
-        (yaml, "no cosyvoice3.yaml, cosyvoice2.yaml or cosyvoice.yaml"),
-    ):
-        (copy / file).rename(tmp_path / file)
-        assert said in error(copy, tmp_path)
-        (tmp_path / file).rename(copy / file)
-
-
-@pytest.mark.parametrize("file", ["llm.pt", "flow.pt", "hift.pt", "spk2info.pt"])
-@pytest.mark.parametrize("part", [0, 0.3, 0.99])
-@pytest.mark.parametrize("name", ["v1", "v2"])
-def test_truncated_checkpoints(copy_of, tmp_path, name, file, part):
-    copy = copy_of(name)
-    os.truncate(copy / file, int((copy / file).stat().st_size * part))
-    assert file in error(copy, tmp_path)
-
-
-@pytest.mark.parametrize("file", ["llm.pt", "flow.pt", "hift.pt"])
-@pytest.mark.parametrize("name", ["v1", "v2"])
-def test_tensors_that_are_missing_or_unknown(copy_of, tmp_path, name, file):
-    copy, version = copy_of(name), KINDS[name][0]
-    shapes = SHAPES[version][file](version_1("small") if version == 1 else SIZES[2]["small"])
-    bias = next(n for n in shapes if n.endswith("bias"))
-    write_torch(copy / file, {n: (n, s) for n, s in shapes.items() if n != bias})
-    assert f"{file} lacks" in error(copy, tmp_path)
-    write_torch(copy / file, {n: (n, s) for n, s in (shapes | {"more.weight": (3, 3)}).items()})
-    message = error(copy, tmp_path)
-    assert "'more.weight'" in message and file in message
 
 
 @pytest.mark.parametrize(

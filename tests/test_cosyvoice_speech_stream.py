@@ -243,7 +243,7 @@ def test_closing_does_not_wait_for_a_stage_to_end(model):
     def progress(stage, done, all):
         if stage == "flow":
             steps.append(done)
-            while len(steps) == 2 and not stream._run.stopped.is_set():
+            while len(steps) == 2 and not stream.run.stopped.is_set():
                 time.sleep(0.005)
 
     stream = model.start(TEXT, False, seed=1, steps=500, progress=progress)

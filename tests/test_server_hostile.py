@@ -18,7 +18,7 @@ from tests.small_model import write_model
 from tests.small_voice_model import write_voice_model
 
 from starlette.testclient import TestClient  # noqa: E402 isort: skip
-from mlx_cosyh3.errors import CosyH3Error  # noqa: E402 isort: skip
+from mlx_cosyh3.errors import DeadlineError  # noqa: E402 isort: skip
 from mlx_cosyh3.server import completions, speech, voices  # noqa: E402 isort: skip
 from mlx_cosyh3.server.app import create_app  # noqa: E402 isort: skip
 from mlx_cosyh3.server.connection import Connection  # noqa: E402 isort: skip
@@ -175,7 +175,7 @@ def test_a_deadline_that_the_forecast_refuses(client, monkeypatch, path, model, 
     scheduler = client.app.state.service.models._schedulers[model]
 
     def refuse(*args, **keywords):
-        raise CosyH3Error("deadline=2 cannot be met: the whole answer takes about 9 s here; give it more time")
+        raise DeadlineError("deadline=2 cannot be met: the whole answer takes about 9 s here; give it more time")
 
     class Late:
         pieces, result = staticmethod(refuse), staticmethod(refuse)

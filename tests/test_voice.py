@@ -23,7 +23,7 @@ from mlx_cosyh3.cosyvoice.s3tokenizer import S3Tokenizer, S3TokenizerConfig
 from mlx_cosyh3.cosyvoice.voice import Voice
 from mlx_cosyh3.errors import CheckpointError, CosyH3Error
 from tests import golden_voice_models
-from tests.golden_data import cosyvoice_golden
+from tests.golden_data import cosyvoice_golden, large
 from tests.small_voice_model import CAMPPLUS, SPEECH, small_voice, write_voice_model
 
 TEXT = "Hello there."
@@ -113,25 +113,26 @@ def test_a_recording_of_no_use_is_one_line(model, samples, rate, said):
 
 
 @pytest.mark.parametrize("rate", [50, 25])
-def test_a_recording_for_version_1(rate):
+def test_a_recording_for_version_1(rate, monkeypatch):
     """Its mel at 22.05 kHz is upstream's; tokens and mel are not cut to one length; compat makes upstream's mistake."""
-    golden = load_file(cosyvoice_golden("frontend") / "features.safetensors")
+    golden = load_file(large("golden", "cosyvoice", "frontend", "features.safetensors"))
     model = golden_voice_models.model.__wrapped__(1)
     config, weights = speech_tokenizer_from(cosyvoice_golden(f"s3_v1_{rate}hz") / "tokenizer.pt", rate)
     model.speech_tokenizer = S3Tokenizer(S3TokenizerConfig.from_dict(config))
     model.speech_tokenizer.load_weights([(n, mx.array(np.ascontiguousarray(a))) for n, a in weights.items()])
     model.campplus = CAMPPlus(CAMPPlusConfig.from_dict(CAMPPLUS))
+    monkeypatch.setattr(type(model), "codebook", 256)  # the tokenizer's: the goldens are of several models
     wav, mel = golden["wav22k"].ravel(), golden["mel22k_fmax8000"][0].T
     np.testing.assert_allclose(model.speech_features(wav, 22050)[1], mel, rtol=0, atol=1e-4)
     for seconds in (1.0, 1.234, 3.21):
         samples = sound(seconds, 44100)
-        voice = Voice.from_audio(model, (samples, 44100), "the cat")
+        voice = Voice.from_audio(model, (samples, 44100), "the cat sat")
         frames = int(np.ceil(len(samples) * 16000 / 44100)) // 160  # of the log-mel; each halving rounds up
         wanted = (frames + 1) // 2 if rate == 50 else ((frames + 1) // 2 + 1) // 2
         assert len(voice.prompt_tokens) == wanted and voice.sample_rate == 22050
         assert voice.prompt_mel.shape == (int(np.ceil(len(samples) / 2)) // 256, 80)
         assert voice.seconds == pytest.approx(seconds, abs=0.02) and voice.token_rate == rate
-        same = Voice.from_audio(model, (samples, 44100), "the cat", compat=True)
+        same = Voice.from_audio(model, (samples, 44100), "the cat sat", compat=True)
         np.testing.assert_array_equal(same.prompt_tokens, voice.prompt_tokens)
         at_24k = audio.resample(samples, 44100, 24000)
         wanted = features.mel_spectrogram(at_24k, rate=22050, n_fft=1024, hop=256, win=1024, fmin=0, fmax=8000, bins=80)
@@ -152,6 +153,24 @@ def test_a_transcript_that_does_not_fit_the_text_is_noted(model):
 
 
 # ---------------------------------------------------------------- files
+
+
+@pytest.mark.parametrize(
+    "seconds, text, said",
+    [
+        (6, "the cat", "'the cat' is too short for a recording of 6.0 s"),
+        (2, "the cat sat on the mat and " * 4, "is too long for a recording of 2.0 s: give exactly what is said in it"),
+        (2, "希望你以后能够做的比我还好呦希望你以后能够做的比我还好", "is too long"),
+        (2, "You are a helpful assistant.<|endofprompt|>the cat", None),
+        (3, "希望你以后能够做的比我还好呦。", None),
+        (6, "The cat sat on the mat, [breath] and it was warm and dry there.", None),
+    ],
+)
+def test_a_transcript_that_does_not_fit_the_recording_is_noted(model, seconds, text, said):
+    notes = []
+    voice = Voice.from_audio(model, (sound(seconds), 24000), text, note=notes.append)
+    assert voice.transcript == text.strip()
+    assert notes == [] if said is None else len(notes) == 1 and said in notes[0]
 
 
 @pytest.mark.parametrize("kind", ["prompt", "no transcript", "embedding", "ids"])
@@ -189,10 +208,11 @@ def test_a_saved_voice_cannot_take_an_instruction_s_place(model):
 
 
 def rewrite(path, change=None, **tensors):
-    """Write the voice file `path` anew with some tensors, or with changed metadata."""
+    """Write the voice file `path` anew with some tensors, or with changed metadata, and without its digest."""
     with safe_open(path, "np") as file:
         told, held = file.metadata(), {n: file.get_tensor(n) for n in file.keys()}
     held = {n: a for n, a in (held | tensors).items() if a is not None}
+    told.pop("digest", None)
     save_file(held, path, (change or (lambda told: told))(told))
 
 

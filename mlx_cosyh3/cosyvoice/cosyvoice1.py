@@ -71,8 +71,8 @@ class CosyVoice1(CentredVocoding, CosyVoice):
 
     # From speech tokens to audio
 
-    def prompt(self, speaker, mode):
-        return super().prompt(speaker, "sft" if mode == "instruct" else mode)
+    def heard(self, speaker, mode):
+        return super().heard(speaker, "sft" if mode == "instruct" else mode)
 
     def mel(self, tokens, prompt, o, key, on_step=None):
         return self.flow(mx.array([tokens]), *prompt, key=key, steps=o.steps, on_step=on_step)[0]

@@ -6,6 +6,8 @@ speech with a model is in `speech.py` and `utterance.py`. A folder may lack the 
 tokenizer): then it speaks with the voices it holds, and makes no new ones.
 """
 
+import contextlib
+import unicodedata
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -118,8 +120,14 @@ class CosyVoice(nn.Module, SpeechGeneration):
         return features.mel_spectrogram(samples, **self.mel_settings())
 
     def speech_tokens(self, samples, rate):
-        """Speech tokens int32 [P] of a recording."""
-        return np.asarray(self.speech_tokenizer.tokenize(audio.resample(samples, rate, 16000)), np.int32)
+        """Speech tokens int32 [P] of a recording. Raises CheckpointError for those that the model does not know."""
+        tokens = np.asarray(self.speech_tokenizer.tokenize(audio.resample(samples, rate, 16000)), np.int32)
+        if tokens.size and tokens.max() >= self.codebook:
+            raise CheckpointError(
+                f"the speech tokenizer gave token {tokens.max()}, and the model has {self.codebook}: they do not "
+                f"belong together; convert it again with the speech_tokenizer_v{self.version}.onnx of its own folder"
+            )
+        return tokens
 
     def speaker(self, samples, rate):
         """Speaker embedding float32 [192] of a recording."""
@@ -127,7 +135,11 @@ class CosyVoice(nn.Module, SpeechGeneration):
         return np.array(self.campplus(mx.array(fbank - fbank.mean(axis=0))[None])[0], dtype=np.float32)
 
     def find_voice(self, name):
+        """The Voice of that name, however it was typed: see `spellings`. Raises CosyH3Error."""
         if name not in self._voices:
+            for known, v in self._voices.items():
+                if spellings(known) & spellings(name):
+                    return v
             known = ", ".join(self._voices) or "none"
             near = nearest(name, self._voices)
             raise CosyH3Error(f"this model has no voice {name!r} (it has: {known}){near}; clone one from a recording")
@@ -164,9 +176,13 @@ class CosyVoice(nn.Module, SpeechGeneration):
 
     # From speech tokens to audio: offline mel, then wave; streamed the two streams. o: SpeechOptions
 
+    def heard(self, speaker, mode):
+        """The Voice `speaker` as the flow gets it: without its recording in a mode that goes by the embedding alone."""
+        return replace(speaker, **NO_PROMPT) if mode == "sft" else speaker
+
     def prompt(self, speaker, mode):
         """What the flow gets of a Voice: (tokens [1, P], mel [1, M, 80], embedding [1, 192])."""
-        return (replace(speaker, **NO_PROMPT) if mode == "sft" else speaker).arrays()
+        return self.heard(speaker, mode).arrays()
 
     def mel(self, tokens, prompt, o, key, on_step=None):
         """All speech tokens (a list) -> mel [1, n, 80]."""
@@ -221,6 +237,17 @@ class LastInFull:
             return self._stream.add(tokens, on_step=on_step)
         mel = self._flow(mx.array([self._said]), *self._prompt, steps=self._steps, on_step=on_step)
         return mel[:, self._stream.frames :]
+
+
+def spellings(name):
+    """What the name of a voice may be typed as.
+
+    With composed letters or not; in a terminal that is not set to UTF-8, where Python has it as single bytes; and where
+    other letters cannot be typed at all, as errors show it there: \\u4e2d."""
+    with contextlib.suppress(UnicodeError):
+        name = name.encode("utf-8", "surrogateescape").decode("utf-8")
+    composed = unicodedata.normalize("NFC", name)
+    return {composed, composed.encode("ascii", "backslashreplace").decode()}
 
 
 def build(cls, config):

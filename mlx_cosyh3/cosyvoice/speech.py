@@ -13,8 +13,9 @@ How it is spoken is in `utterance.py`, and for several texts or segments togethe
 from mlx_cosyh3.cosyvoice import audio
 from mlx_cosyh3.cosyvoice.batch import SpeechBatch, Talk, generate_batch
 from mlx_cosyh3.cosyvoice.options import SpeechOptions
-from mlx_cosyh3.cosyvoice.utterance import SpeechStream, Utterance
+from mlx_cosyh3.cosyvoice.utterance import Utterance
 from mlx_cosyh3.errors import take_options
+from mlx_cosyh3.stream import Stream
 
 # Options that go with a recording in place of a text.
 CONVERTING = ("steps", "speed", "seed", "policy", "deadline", "late")
@@ -47,7 +48,7 @@ class SpeechGeneration:
 
     def start(self, text, streamed, *, note=None, progress=None, **options):
         """`stream_generate`, or with streamed=False `generate`, at work in a thread of its own -> Stream."""
-        return SpeechStream(Utterance(self, text, take_options(SpeechOptions, options), streamed, note, progress))
+        return Stream(Utterance(self, text, take_options(SpeechOptions, options), streamed, note, progress))
 
     def batch_generate(self, texts, *, max_batch=None, errors="raise", note=None, progress=None, **options):
         """`generate` for several texts at once -> list of SpeechResult, in the order of `texts`.
@@ -79,7 +80,7 @@ class SpeechGeneration:
         """`convert_voice` at work in a thread of its own -> Stream. What was made before close() is in its result.
 
         streamed   chunk by chunk, as stream_generate does; then also chunk_tokens, max_chunk_tokens and compat"""
-        return SpeechStream(self._conversion(source, voice, streamed, note, progress, **options))
+        return Stream(self._conversion(source, voice, streamed, note, progress, **options))
 
     def _conversion(self, source, voice, streamed, note, progress, **options):
         note = note or audio.warn

@@ -5,8 +5,11 @@ from the texts that are spoken with it.
 """
 
 import contextlib
+import hashlib
+import json
 import os
 import secrets
+import unicodedata
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,10 +18,14 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save as to_bytes
 
+from mlx_cosyh3 import runtime
 from mlx_cosyh3.cosyvoice import audio
+from mlx_cosyh3.cosyvoice.special_tokens import TAG
+from mlx_cosyh3.cosyvoice.text import take_head
 from mlx_cosyh3.errors import CheckpointError, CosyH3Error
 
 FORMAT = "1"
+SLOWEST, FASTEST = 3, 30  # letters that are said in a second; a sign of Chinese, Japanese or Korean counts as 3
 SPEAKER, MEL = 192, 80  # sizes of an embedding and of a mel frame, the same in all CosyVoice models
 
 
@@ -55,12 +62,15 @@ class Voice:
         model.need("campplus", "speech_tokenizer")
         samples, rate = audio.read_audio(recording)
         audio.check_clip(samples, rate, note)
-        tokens, mel = model.speech_features(samples, rate, compat)
+        request = runtime.default_policy().request()
+        tokens, mel = request.guard("voice", model.speech_features, samples, rate, compat)
         if not len(tokens):
             raise CosyH3Error(f"the recording ({len(samples) / rate:.2f} s) is too short to be a voice: give 3 to 30 s")
-        embedding = model.speaker(samples, rate)
+        embedding = request.guard("voice", model.speaker, samples, rate)
         if text is not None:
             text = text.strip() or None
+        if text:
+            check_transcript(text, len(samples) / rate, note)
         made_for = f"cosyvoice{model.version}"
         return cls(embedding, tokens, mel, text, None, name, model.codebook, model.sample_rate, made_for)
 
@@ -104,6 +114,7 @@ class Voice:
         }
         if self.transcript is not None:
             told["transcript"] = self.transcript
+        told["digest"] = _digest(told, tensors)
         partial = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
         try:
             partial.write_bytes(to_bytes({n: np.ascontiguousarray(a) for n, a in tensors.items()}, told))
@@ -144,6 +155,8 @@ class Voice:
         except (KeyError, ValueError) as e:
             raise CheckpointError(f"{path} is a damaged voice file ({type(e).__name__}: {e}); make it again") from e
         voice._check(path)
+        if told.get("digest") not in (None, _digest(told, tensors)):  # older files have none
+            raise CheckpointError(f"{path} is a damaged voice file (it is not as it was written); make it again")
         return voice
 
     def _check(self, path):
@@ -173,3 +186,23 @@ class Voice:
         out = (mx.array(self.prompt_tokens)[None], mx.array(self.prompt_mel)[None], mx.array(self.embedding)[None])
         mx.eval(out)
         return out
+
+
+def check_transcript(text, seconds, note):
+    """Call `note` when a recording of so many seconds can hardly say `text`: the speech made with it would be poor."""
+    said = TAG.sub("", take_head(text)[1])
+    letters = sum(3 if unicodedata.east_asian_width(c) in "WF" else 1 for c in said if c.isalnum())
+    if not SLOWEST * (seconds - 1) <= letters <= FASTEST * seconds:  # a second may be silent
+        wrong = "long" if letters > FASTEST * seconds else "short"
+        note(
+            f"the transcript {said[:30].strip()!r} is too {wrong} for a recording of {seconds:.1f} s: give exactly "
+            "what is said in it"
+        )
+
+
+def _digest(told, tensors):
+    """Of all that a voice file holds: a wrong bit in it would be heard, not seen."""
+    digest = hashlib.sha256(json.dumps({n: told[n] for n in sorted(told) if n != "digest"}).encode())
+    for name, a in sorted(tensors.items()):
+        digest.update(f"{name} {a.dtype} {a.shape}".encode() + np.ascontiguousarray(a).tobytes())
+    return digest.hexdigest()

@@ -2,6 +2,8 @@
 
 from starlette.responses import JSONResponse
 
+from mlx_cosyh3.errors import DeadlineError
+
 LONGEST = 500  # characters of a message, which may quote what the client sent
 KINDS = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
 
@@ -43,7 +45,7 @@ def late(message):
 
 def refused(error):
     """The answer to a CosyH3Error that says so, else None."""
-    return late(str(error)) if str(error).startswith("deadline=") else None
+    return late(str(error)) if isinstance(error, DeadlineError) else None
 
 
 def closing():
