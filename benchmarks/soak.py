@@ -1,12 +1,17 @@
-"""CosyVoice on this GPU against the CPU, in threads, and for a long time; a small random model of the golden size.
+"""On this GPU against the CPU, in threads, and for a long time: small random models of the golden sizes.
 
-    MLX_ENABLE_TF32=0 python benchmarks/soak.py [--only compare,threads,memory] [--runs 1000] [--jobs 8]
+    MLX_ENABLE_TF32=0 python benchmarks/soak.py [--only compare,threads,memory,h3,speech] [--runs 1000]
+    [--seconds N]
 
 compare   texts of random length, the likeliest token always: the speech tokens of both devices are the same up to the first
           place where the two likeliest tokens lie within GAP (such places are counted), the audio within WAV
 threads   requests of all kinds in eight threads, and the same ones alone: the same bytes
-memory    utterances one after the other in one process, some streamed, closed or given up: active memory within 1 % from
-          the 20th on, files and threads as many as then
+memory    utterances one after the other in one process, some streamed, some given up
+h3        ten times as many short completions from eight threads, through a scheduler and past it (tests/soaking.py)
+speech    as many utterances, likewise
+In the last three active memory must stay within 1 % from the 20th on, files and threads as many as then, every answer
+as alone. Few different requests, again and again: CUDA prepares each convolution anew for each length, which takes a
+second an utterance.
 Exits with 1 if anything is beyond.
 """
 
@@ -16,7 +21,6 @@ import random
 import subprocess
 import sys
 import tempfile
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
@@ -26,7 +30,11 @@ import numpy as np  # noqa: E402
 
 from mlx_cosyh3 import load  # noqa: E402
 from mlx_cosyh3.errors import CosyH3Error  # noqa: E402
+from mlx_cosyh3.scheduler import Scheduler  # noqa: E402
+from tests.small_model import write_model  # noqa: E402
 from tests.small_voice_model import write_voice_model  # noqa: E402
+from tests.soaking import GOLDEN_H3, Request, soak, speech_requests, text_requests  # noqa: E402
+from tests.test_cosyvoice_speech_threads import request  # noqa: E402
 
 GAP, WAV = 1e-4, 1e-2
 WORDS = "the cat sat on a mat and it was warm so they went home in good time for tea".split()
@@ -95,33 +103,46 @@ def bench_compare(folder, args):
     return not total["beyond"]
 
 
-def bench_threads(folder, args):
-    from tests.test_cosyvoice_speech_threads import request, same
+def say(text):
+    print(text, flush=True)
 
+
+def bench_threads(folder, args):
     model, n = load(folder), min(args.runs, args.requests)
-    alone = [request(model, i) for i in range(n)]
-    with ThreadPoolExecutor(8) as pool:
-        same(list(pool.map(lambda i: request(model, i), range(n))), alone)
-    print(f"threads: {n} requests in eight threads gave the bytes that they give alone ({sum(map(len, alone)) / 24000:.0f} s)", flush=True)
-    return True
+    made = [Request(str(i), lambda i=i: request(model, i)) for i in range(n)]
+    figures = soak(made, n, seconds=args.seconds, say=say)
+    say(f"threads: {figures}")
+    return not figures.wrong
 
 
 def bench_memory(folder, args):
-    from tests.test_cosyvoice_speech_threads import check_flat
+    return soaked("memory", load(folder), speech_requests, args.runs, 1, args)
 
-    # CUDA prepares each convolution anew for each length (a second an utterance): so 20 different ones, again and again.
-    check_flat(load(folder), args.runs, 20, 20)
-    print(f"memory: flat over {args.runs} utterances, {mx.get_active_memory() / 1e6:.1f} MB active", flush=True)
-    return True
+
+def bench_h3(folder, args):
+    model = load(write_model(folder.parent / "h3", **GOLDEN_H3))
+    return soaked("h3", model, text_requests, 10 * args.runs, 8, args)
+
+
+def bench_speech(folder, args):
+    return soaked("speech", load(folder), speech_requests, args.runs, 8, args)
+
+
+def soaked(name, model, requests, count, threads, args):
+    with Scheduler(model, workers=4, max_queue=1000) as scheduler:
+        figures = soak(requests(model, scheduler), count, threads, args.seconds, say)
+    say(f"{name}: {figures}" + ("" if figures.fine else " NOT FINE"))
+    return figures.fine
 
 
 def main():
-    parts = {"compare": bench_compare, "threads": bench_threads, "memory": bench_memory}
+    parts = {"compare": bench_compare, "threads": bench_threads, "memory": bench_memory, "h3": bench_h3, "speech": bench_speech}
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", default=",".join(parts))
     parser.add_argument("--runs", type=int, default=1000)
     parser.add_argument("--requests", type=int, default=200, help="of `threads`")
     parser.add_argument("--jobs", type=int, default=4, help="processes of `compare`")
+    parser.add_argument("--seconds", type=float, help="stop each part but `compare` after so many, with the figures so far")
     parser.add_argument("--share", help=argparse.SUPPRESS)
     parser.add_argument("--job", type=int, help=argparse.SUPPRESS)
     args = parser.parse_args()

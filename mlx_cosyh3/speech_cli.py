@@ -314,6 +314,7 @@ def add_vc(parser):
     add_output(parser, "converted.wav")
     add_compat(parser)
     add_options(parser, without=OPTIONS.keys() - {"speed", "steps", "seed", "chunk_tokens", "max_chunk_tokens"})
+    trace.add_option(parser)
     policy_cli.add_arguments(parser)
 
 
