@@ -17,12 +17,14 @@ import numpy as np
 
 from mlx_cosyh3 import sampling, trace
 from mlx_cosyh3.cosyvoice import audio
+from mlx_cosyh3.cosyvoice.asked import Segment
 from mlx_cosyh3.cosyvoice.options import SpeechOptions
 from mlx_cosyh3.cosyvoice.ragged import Row, decode
 from mlx_cosyh3.cosyvoice.speed import change_speed
-from mlx_cosyh3.cosyvoice.utterance import Segment, Stopped, Utterance
+from mlx_cosyh3.cosyvoice.utterance import Utterance
 from mlx_cosyh3.errors import CosyH3Error, take_options
 from mlx_cosyh3.kernels import _dispatch
+from mlx_cosyh3.stream import Stopped
 
 MOST = 16  # rows
 LARGEST = 256
@@ -150,7 +152,8 @@ class Talk(Utterance):
             yield from super()._pipelined()
             return
         if self.error is not None:
-            raise self.error
+            with self.request.place("llm"):  # which puts an error of MLX, caught for this row alone, into words
+                raise self.error
         for job in self.jobs:
             if job.audio is not None:
                 yield [job.audio], len(self.segments) > 1

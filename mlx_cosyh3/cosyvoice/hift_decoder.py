@@ -14,7 +14,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_cosyh3.cosyvoice.hift_layers import STFT, PastConv1d, ResBlock, leaky_relu
-from mlx_cosyh3.errors import CheckpointError, CosyH3Error
+from mlx_cosyh3.errors import CheckpointError, NotFiniteError
 
 MAX_MAGNITUDE = 100.0
 LAST_SLOPE = 0.01  # upstream leaves the last leaky ReLU at torch's default
@@ -153,9 +153,9 @@ class Decoder(nn.Module):
 
 
 def check_finite(stages, *arrays):
-    """Compute `arrays`; CosyH3Error naming the first of `stages` ({name: array}) that is not finite."""
+    """Compute `arrays`; NotFiniteError naming the first of `stages` ({name: array}) that is not finite."""
     finite = mx.stack([mx.isfinite(a).all() for a in stages.values()])
     mx.eval(finite, *arrays)
     if not finite.all().item():
         bad = next(name for name, good in zip(stages, finite.tolist()) if not good)
-        raise CosyH3Error(f"the vocoder's numbers are not finite, first in the {bad}; compute it in fp32")
+        raise NotFiniteError(f"the vocoder's numbers are not finite, first in the {bad}; compute it in fp32")
