@@ -72,6 +72,11 @@ class Costs:
         with self._lock:
             return self._line((stage, device)) is not None
 
+    def used(self, device):
+        """Whether any stage was measured on `device`."""
+        with self._lock:
+            return any(on == device and stage != "probe" for stage, on in self._samples)
+
     def load(self, device):
         """How many times slower than their history stages were on `device` lately; 1: as ever, or nothing is known."""
         with self._lock:
@@ -172,12 +177,13 @@ def _digest(text):
 
 def measure(device):
     """Seconds that a small piece of work takes on `device` now: a millisecond or two where nothing else runs."""
+    n, products = (256, 8) if device == "gpu" else (128, 4)  # small enough for a CPU with a slow BLAS
 
     def work():
         begin = time.perf_counter()
         with GATE.on(device):
-            x = mx.full((256, 256), 1 / 256)
-            for _ in range(8):
+            x = mx.full((n, n), 1 / n)
+            for _ in range(products):
                 x = x @ x
             mx.eval(x)
         return time.perf_counter() - begin

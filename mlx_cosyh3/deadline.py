@@ -18,7 +18,8 @@ from mlx_cosyh3.costs import measure
 from mlx_cosyh3.errors import CosyH3Error, DeadlineError, nearest
 
 LATE = ("refuse", "best")
-PROBES = 4  # small pieces of work before a request with a deadline
+PROBES = 4  # small pieces of work on a device before a request with a deadline, at most
+PROBING = 0.05  # of the time that is left, which they may take together, unless one alone takes longer
 LEAST_STEPS = 4  # of the flow, unless fewer are asked for: below that speech turns hoarse
 UNKNOWN = "no times of this model on this machine are known yet: as asked"
 
@@ -57,12 +58,20 @@ class Controller:
         self.costs.add(name, self.request.device(stage), size, seconds)
 
     def look(self, stages):
-        """See how busy the devices are on which `stages` may run: what was measured last may be long ago."""
-        for device in sorted({d for way in self.placements(stages) for d in way.values()}):
+        """See how busy the devices are on which `stages` may run: what was measured last may be long ago.
+
+        Not those where no stage was ever measured: without its cost, a stage is not sent there anyway."""
+        devices = sorted({d for way in self.placements(stages) for d in way.values()})
+        devices = [d for d in devices if any(costs.used(d) for costs in self._weights)]
+        for device in devices:
+            most, spent = PROBING * self.left / len(devices), 0.0
             for n in range(PROBES):  # one of them is history: or a busy quarter of an hour would be all there is of it
                 seconds = self._probe(device)
                 for costs in self._weights:
                     costs.add("probe", device, 1, seconds, keep=n == 0)
+                spent += seconds
+                if spent + seconds > most:
+                    break
 
     def placements(self, stages):
         """Each way to place `stages` ({stage: name in Costs}) -> dicts {stage: device}, the rules' own way first."""

@@ -16,7 +16,7 @@ from safetensors.numpy import load_file
 from mlx_cosyh3.cosyvoice import audio
 from mlx_cosyh3.cosyvoice.audio import Player, check_clip, read_audio, resample, write_wav
 from mlx_cosyh3.errors import CosyH3Error
-from tests.golden_data import cosyvoice_golden
+from tests.golden_data import large
 
 
 def tone(seconds=1.0, rate=24000, level=0.5):
@@ -37,7 +37,7 @@ def tone(seconds=1.0, rate=24000, level=0.5):
     ],
 )
 def test_resampling_is_upstreams(name, source, old, new):
-    golden = load_file(cosyvoice_golden("frontend") / "features.safetensors")
+    golden = load_file(large("golden", "cosyvoice", "frontend", "features.safetensors"))
     got, wanted = resample(golden[source][0], old, new), golden[f"resample_{name}"][0]
     assert got.dtype == np.float32 and got.shape == wanted.shape
     np.testing.assert_allclose(got, wanted, rtol=0, atol=1e-5)

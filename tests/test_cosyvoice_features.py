@@ -9,7 +9,7 @@ from safetensors.numpy import load_file
 from mlx_cosyh3.cosyvoice import features
 from mlx_cosyh3.cosyvoice.features import kaldi_fbank, mel_spectrogram, whisper_log_mel
 from mlx_cosyh3.errors import CosyH3Error
-from tests.golden_data import cosyvoice_golden
+from tests.golden_data import large
 
 MEL24 = {"rate": 24000, "n_fft": 1920, "hop": 480, "win": 1920, "fmin": 0, "bins": 80}
 MEL22 = {"rate": 22050, "n_fft": 1024, "hop": 256, "win": 1024, "fmin": 0, "bins": 80, "fmax": 8000}
@@ -17,7 +17,7 @@ MEL22 = {"rate": 22050, "n_fft": 1024, "hop": 256, "win": 1024, "fmin": 0, "bins
 
 @pytest.fixture(scope="module")
 def golden():
-    return load_file(cosyvoice_golden("frontend") / "features.safetensors")
+    return load_file(large("golden", "cosyvoice", "frontend", "features.safetensors"))
 
 
 def near(got, want, bound):

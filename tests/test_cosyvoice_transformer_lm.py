@@ -17,7 +17,7 @@ from mlx_cosyh3.cosyvoice.ras import RecordedDraws
 from mlx_cosyh3.cosyvoice.transformer_lm import TransformerLM, TransformerLMConfig, quantizes, sanitize
 from mlx_cosyh3.errors import CheckpointError, CosyH3Error
 from mlx_cosyh3.int8 import Int8Linear, quantize_int8
-from tests.golden_data import cosyvoice_golden
+from tests.golden_data import cosyvoice_golden, large
 
 CASES = ("zero_shot", "no_prompt_speech", "text_only")
 GREEDY = {"temperature": 0}
@@ -268,7 +268,7 @@ def test_non_finite_weights_are_named():
 
 def test_full_size_is_upstream_s():
     """Names and shapes of the released model, without its weights: MLX makes none before they are asked for."""
-    keys = json.loads((cosyvoice_golden("v1_llm").parent / "inventory.json").read_text())["v1.llm"]["keys"]
+    keys = json.loads(large("golden", "cosyvoice", "inventory.json").read_text())["v1.llm"]["keys"]
     released = {name: np.broadcast_to(np.float32(0), shape) for name, (shape, _) in keys.items()}
     lm = TransformerLM(TransformerLMConfig.from_dict(FULL))
     ours = {name: a.shape for name, a in tree_flatten(lm.parameters())}

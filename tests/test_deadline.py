@@ -97,7 +97,7 @@ def test_what_cannot_be_is_told_before_the_work():
     with pytest.raises(CosyH3Error, match="the whole answer takes about .* or less text"):
         controller(0.3).begin(job())
     with pytest.raises(CosyH3Error, match=r"\(now: gpu 5.0 times slower than usual\)"):
-        controller(0.3, busy=5, p=policy(device="gpu")).begin(job())
+        controller(1, busy=5, p=policy(device="gpu")).begin(job())
     plan = controller(0.05, "best").begin(job(chunks=CHUNKS))
     assert (plan.steps, plan.chunk) == (deadline.LEAST_STEPS, 6)
 
