@@ -26,6 +26,7 @@ KEPT = 128  # measurements of a stage on a device
 BUSY = 1.6  # times slower than the quicker quarter: more than jitter
 MARGIN = 1.1  # of any forecast
 ENOUGH = 3  # of them, before a forecast is made
+LOADED = 1.3  # times slower than usual: a load, not jitter
 RECENT, FRESH = 6, 30.0  # how many of the last measurements, from how many seconds, say how busy a device is
 SAVE_EVERY = 30.0  # s
 FORMAT = 1
@@ -42,7 +43,8 @@ class Costs:
         self.path, self._clock = path, clock
         self._lock = threading.Lock()
         self._samples = {}  # (stage, device) -> deque of (size, seconds)
-        self._ratios = {}  # device -> deque of (when, measured / expected)
+        self._ratios = {}  # device -> deque of (when, stage, measured / expected)
+        self._burdens = {}  # (stage, device) -> deque of (its slowing / that of others), when the device was busy
         self._lines = {}
         self._saved, self._changed = -math.inf, False
         self._read()
@@ -55,8 +57,10 @@ class Costs:
             key = stage, device
             line = self._line(key)
             if line is not None and line.at(size) > 0:
-                ratios = self._ratios.setdefault(device, deque(maxlen=RECENT))
-                ratios.append((self._clock(), seconds / line.at(size)))
+                ratio, load = seconds / line.at(size), self._load(device, but=stage)
+                if load > LOADED:
+                    self._burdens.setdefault(key, deque(maxlen=RECENT)).append((ratio - 1) / (load - 1))
+                self._ratios.setdefault(device, deque(maxlen=RECENT)).append((self._clock(), stage, ratio))
             if keep:
                 self._samples.setdefault(key, deque(maxlen=KEPT)).append((float(size), float(seconds)))
                 self._lines.pop(key, None)
@@ -66,7 +70,7 @@ class Costs:
         """Seconds that `stage` may take now, its usual jitter or the device's load included. None: not known."""
         with self._lock:
             line = self._line((stage, device))
-            return None if line is None else line.at(size) * max(line.spread, MARGIN * self._load(device))
+            return None if line is None else line.at(size) * max(line.spread, MARGIN * self._slowed(stage, device))
 
     def known(self, stage, device):
         with self._lock:
@@ -82,9 +86,15 @@ class Costs:
         with self._lock:
             return self._load(device)
 
-    def _load(self, device):
+    def _slowed(self, stage, device):
+        """How many times slower `stage` is under the device's load: one with larger kernels waits longer for its turn."""
+        burdens = self._burdens.get((stage, device))
+        burden = min(max(statistics.median(burdens), 0.5), 4.0) if burdens else 1.0
+        return 1 + (self._load(device) - 1) * burden
+
+    def _load(self, device, but=None):
         since = self._clock() - FRESH
-        ratios = [r for when, r in self._ratios.get(device, ()) if when >= since]
+        ratios = [r for when, stage, r in self._ratios.get(device, ()) if when >= since and stage != but]
         return max(1.0, statistics.median(ratios)) if ratios else 1.0
 
     def _line(self, key):
