@@ -8,8 +8,8 @@ import math
 import mlx.core as mx
 import numpy as np
 from mlx.utils import tree_flatten
-
 from mlx_cosyh3.convert.sources import open_source
+
 from mlx_cosyh3.cosyvoice.hift import HiFT, HiFTConfig, sanitize
 from tests.golden_data import cosyvoice_golden, large
 

@@ -7,6 +7,7 @@ comes. After upstream's `hifigan/generator.py`, CausalHiFTGenerator.
 
 import mlx.core as mx
 
+from mlx_cosyh3.cosyvoice.causal_flow import default_budget
 from mlx_cosyh3.cosyvoice.conv import Conv1d
 from mlx_cosyh3.cosyvoice.f0 import F0Predictor
 from mlx_cosyh3.cosyvoice.hift_decoder import Decoder, HiFTConfig, Upsample, check_finite  # noqa: F401
@@ -17,9 +18,9 @@ from mlx_cosyh3.cosyvoice.speed import change_speed, speed_stream  # noqa: F401 
 from mlx_cosyh3.errors import CheckpointError, CosyH3Error
 from mlx_cosyh3.kernels import _dispatch
 
-# Mel frames at a time offline, which bounds memory: 2.1 MB a frame at full size. Few and small arrays stay in a CPU's
-# cache; many keep a GPU busy.
+# Mel frames at a time offline, which bounds memory. Few and small arrays stay in a CPU's cache; many keep a GPU busy.
 CPU_BLOCK, GPU_BLOCK = 50, 250
+FRAME_BYTES = 2.1e6  # that a frame takes at full size
 
 
 class HiFT(Decoder):
@@ -50,18 +51,53 @@ class HiFT(Decoder):
         pieces = [stream.add(mel[:, i : i + block], last=finalize and i == starts[-1]) for i in starts]
         return mx.concatenate(pieces, axis=1)
 
+    def together(self, mels, on_block=None):
+        """The audio of several utterances in one batch -> a list of fp32 [1, T * 480]: each what `self` makes of the
+        row alone, but for what sums in another order round differently.
+
+        mels       [1, T, 80] of each, T of its own
+        on_block   called after each block of frames; what it raises ends the work
+        Errors are those of `self`: one row that has them fails all."""
+        order = sorted(range(len(mels)), key=lambda r: -mels[r].shape[1])  # rows leave from the end
+        lengths = [mels[r].shape[1] for r in order]
+        total, room = max(lengths, default=0) + self.look_ahead, _room()
+        rows = [mx.pad(mels[r], [(0, 0), (0, total - mels[r].shape[1]), (0, 0)]) for r in order]
+        stream, pieces, start = HiFTStream(self, lengths), {r: [] for r in order}, 0
+        while rows:
+            stop = start + max(room // len(rows), 1)
+            stop = total if total - stop <= self.look_ahead else stop
+            audio = stream.add(mx.concatenate([mel[:, start:stop] for mel in rows]))
+            for i, r in enumerate(order[: len(rows)]):
+                pieces[r].append(audio[i : i + 1])
+            rows = rows[: sum(n + self.look_ahead > stop for n in lengths)]
+            stream.keep(len(rows))
+            start = stop
+            if on_block is not None:
+                on_block()
+        size = self.config.samples_per_frame
+        return [mx.concatenate(pieces[r], axis=1)[:, : mel.shape[1] * size] for r, mel in enumerate(mels)]
+
     def stream(self):
         """A HiFTStream, whose add(mel, last) gives the audio of one utterance chunk by chunk."""
         return HiFTStream(self)
 
 
+def _room():
+    """Mel frames of a block of `together`, of all its rows: on a GPU what an eighth of its memory holds."""
+    return max(int(default_budget() / 2 / FRAME_BYTES), GPU_BLOCK) if _dispatch.on_gpu() else 2 * CPU_BLOCK
+
+
 class HiFTStream:
     """The vocoder on one utterance: what each `add` leaves behind for the next.
 
-    Counted from the utterance's start: `_arrived` mel frames, the pitch of `_pitched`, the spectra of `_decoded`."""
+    Counted from the utterance's start: `_arrived` mel frames, the pitch of `_pitched`, the spectra of `_decoded`.
 
-    def __init__(self, hift):
+    lengths   mel frames of each of several utterances, behind which zeros follow without a `last`: there each ends, as
+              far as its own samples go"""
+
+    def __init__(self, hift, lengths=None):
         self._hift = hift
+        self._lengths = None if lengths is None else mx.array(lengths)[:, None]  # [B, 1]
         self._past = Past()
         self._mel = None  # [B, n, 80] from frame `_decoded` on
         self._arrived = self._pitched = self._decoded = 0
@@ -70,6 +106,13 @@ class HiFTStream:
         self._overlap = None  # unfinished hops of the iSTFT
         self._held = None  # samples that are done, but later than upstream would give them
         self._ended = False
+
+    def keep(self, rows):
+        """Go on with the first `rows` utterances only."""
+        self._past.keep(rows)
+        for name in ("_lengths", "_mel", "_turns", "_source", "_overlap", "_held"):
+            if (state := getattr(self, name)) is not None:
+                setattr(self, name, state[:rows])
 
     def add(self, mel, last=False):
         """mel [B, n, 80], any n -> audio [B, m] fp32: all that can be known now, as upstream's schedule has it.
@@ -89,6 +132,7 @@ class HiFTStream:
             stages["pitch predictor"] = f0
             stages["harmonic source"] = source = self._excite(f0, last)
             self._source = source if self._source is None else mx.concatenate([self._source, source], axis=1)
+            self._reflect_ends()
         audio = mx.zeros((mel.shape[0], 0))
         y = self._decode(last)
         if y is not None:
@@ -115,6 +159,14 @@ class HiFTStream:
         self._pitched += f0.shape[1]
         return self._hift._stft.reflect(source, first, last)
 
+    def _reflect_ends(self):
+        """The source of utterances that end among others: what they have behind their ends is their reflection."""
+        if self._lengths is None:
+            return
+        stft = self._hift._stft
+        begin = self._decoded * self._hift.config.samples_per_frame + (stft.hop if self._decoded else 0) - stft.edge
+        self._source = stft.reflect_at(self._source, self._lengths * self._hift.config.samples_per_frame - begin)
+
     def _decode(self, last):
         """The decoder's output for the frames whose right context has arrived, or None."""
         hift, c = self._hift, self._hift.config
@@ -138,7 +190,10 @@ class HiFTStream:
     def _synthesise(self, y, last):
         """New spectra -> samples, but for those that upstream's schedule gives later."""
         hift, c = self._hift, self._hift.config
-        audio, self._overlap = hift._stft.samples(hift.spectra(y), self._overlap, last)
+        ends = None
+        if self._lengths is not None:  # the spectra of each that are its own, counted from these
+            ends = (self._lengths - self._decoded) * (c.samples_per_frame // hift._stft.hop) + y.shape[1]
+        audio, self._overlap = hift._stft.samples(hift.spectra(y), self._overlap, last, ends)
         audio = mx.clip(audio, -c.audio_limit, c.audio_limit)
         if self._held is not None:
             audio = mx.concatenate([self._held, audio], axis=1)

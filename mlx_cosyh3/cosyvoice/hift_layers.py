@@ -33,6 +33,10 @@ class Past:
         self._tails[id(layer)] = x[:, outputs * layer.stride :] + 0
         return x
 
+    def keep(self, rows):
+        """Go on with the first `rows` of a batch only."""
+        self._tails = {layer: a[:rows] for layer, a in self._tails.items()}
+
     def arrays(self):
         """Those that MLX has to compute."""
         return [a for a in self._tails.values() if isinstance(a, mx.array)]
@@ -108,7 +112,7 @@ class STFT:
     are [..., bins real ++ bins imaginary], with bins = n_fft / 2 + 1."""
 
     def __init__(self, n_fft, hop):
-        self.n_fft, self.hop, self.bins = n_fft, hop, n_fft // 2 + 1
+        self.n_fft, self.hop, self.bins, self.edge = n_fft, hop, n_fft // 2 + 1, n_fft // 2
         n, k = np.arange(n_fft), np.arange(self.bins)
         window = 0.5 - 0.5 * np.cos(2 * np.pi * n / n_fft)
         angle = 2 * np.pi * np.outer(n, k) / n_fft
@@ -125,9 +129,15 @@ class STFT:
 
     def reflect(self, x, first, last):
         """Samples [B, N] with n_fft / 2 reflected ones before (`first`: the signal begins here) and after (`last`)."""
-        edge = self.n_fft // 2
+        edge = self.edge
         before, after = [x[:, edge:0:-1]] if first else [], [x[:, -2 : -edge - 2 : -1]] if last else []
         return mx.concatenate([*before, x, *after], axis=1)
+
+    def reflect_at(self, x, ends):
+        """Samples [B, N] with those from ends, int [B, 1], on replaced by the reflection of the ones before: n_fft / 2
+        of them, and whatever behind those."""
+        at = mx.arange(x.shape[1])[None]
+        return mx.take_along_axis(x, mx.clip(mx.where(at < ends, at, 2 * ends - 2 - at), 0, x.shape[1] - 1), axis=1)
 
     def frames(self, x):
         """Samples [B, N] -> spectra [B, (N - n_fft) / hop + 1, 2 bins]; N is a multiple of hop."""
@@ -135,18 +145,24 @@ class STFT:
         count = blocks.shape[1] - self._rounds + 1
         return mx.concatenate([blocks[:, r : r + count] for r in range(self._rounds)], axis=-1) @ self._analysis
 
-    def samples(self, spectra, carry=None, last=False):
+    def samples(self, spectra, carry=None, last=False, ends=None):
         """Spectra [B, F, 2 bins] -> (the samples [B, hop F] that they complete, what to carry into the next call).
 
         carry   what the call before gave: the hops it left unfinished; None: the signal begins here, with n_fft / 2
                 samples of padding, which are dropped
-        last    the signal ends here: one hop more"""
+        last    the signal ends here: one hop more
+        ends    int [B, 1], in place of `last`, for signals that end apart: how many of these spectra, and of those to
+                come, are theirs; 0 or less: they have ended before. What follows their ends means nothing"""
+        if ends is not None:
+            spectra = mx.where((mx.arange(spectra.shape[1]) < ends)[..., None], spectra, 0)
         pieces = (spectra @ self._synthesis).reshape(*spectra.shape[:2], self._rounds, self.hop)
         R, F = self._rounds, spectra.shape[1]
         hops = sum(mx.pad(pieces[:, :, r], [(0, 0), (r, R - 1 - r), (0, 0)]) for r in range(R))  # [B, F + R - 1, hop]
         if carry is not None:
             hops = hops + mx.pad(carry, [(0, 0), (0, F), (0, 0)])
         done, rest = hops[:, :F], hops[:, F:]
+        if ends is not None:
+            done = mx.where((mx.arange(F) == ends)[..., None], done * self._last_gain, done)
         if carry is None:
             done = mx.concatenate([done[:, R // 2 : R // 2 + 1] * self._first_gain, done[:, R // 2 + 1 :]], axis=1)
         if last:
