@@ -229,7 +229,7 @@ def test_an_interrupted_prompt_leaves_the_cache_alone(model, monkeypatch):
     length, pending = cache.length, cache.pending
     real, calls = model.step, []
 
-    def interrupted(ids, cache, lengths=None, chunk=512):
+    def interrupted(ids, cache, lengths=None, chunk=512, on_chunk=None):
         calls.append(1)
         real(ids[:, 0], cache)  # some of it was read
         raise KeyboardInterrupt
