@@ -12,8 +12,8 @@ if (_root / "kernels" / "h3_step.py").is_file() and (_root / "pyproject.toml").i
     __path__.append(str(_root))
 
 # MLX's CUDA back end prepares convolutions and attention anew for each length, which takes seconds an utterance, and by
-# default remembers 128 of them: those of one or two utterances. It reads these when the GPU is first used.
-for _cache, _entries in (("CONV", 4096), ("SDPA", 1024), ("GRAPH", 2048)):
+# default remembers 128 and 256 of them: those of a few utterances. It reads these when the GPU is first used.
+for _cache, _entries in (("CONV", 4096), ("SDPA", 1024)):
     os.environ.setdefault(f"MLX_CUDA_{_cache}_CACHE_SIZE", str(_entries))
 
 try:
