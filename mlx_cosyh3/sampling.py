@@ -114,7 +114,7 @@ def candidates(logits, *, temperature, top_k, top_p, min_p):
         scores, ids = logits.astype(mx.float32), None
         peak = scores.max(axis=-1, keepdims=True)
     # The largest becomes 0 before the division, which then cannot overflow at a low temperature.
-    scores = (scores - mx.where(mx.isinf(peak), 0.0, peak)) / temperature
+    scores = (scores - mx.where(mx.isinf(peak), 0.0, peak)) / float(temperature)
     if top_p < 1:
         if ids is None:
             # All are sorted, though few may be kept: how many is known on the device alone, and to wait for its answer
@@ -131,6 +131,7 @@ def candidates(logits, *, temperature, top_k, top_p, min_p):
 def penalize(logits, seen, penalty):
     """Make ids that occurred less likely: logits [B, V], seen bool [B, V] -> logits. Positive ones are divided by
     `penalty`, negative ones multiplied with it (the rule of the CTRL paper, arXiv 1909.05858)."""
+    penalty = float(penalty)  # MLX takes no whole number beyond 2^63
     return mx.where(seen, mx.where(logits > 0, logits / penalty, logits * penalty), logits)
 
 

@@ -223,6 +223,13 @@ def test_non_finite_values_are_reported(model):
         model.norm_f.weight = weight
 
 
+@pytest.mark.parametrize("name", ["temperature", "repetition_penalty"])
+def test_numbers_beyond_those_of_mlx(model, name):
+    """A whole number of 2^63 or more is as good as any other."""
+    texts = [generate(model, "the cat", max_tokens=3, seed=1, **{name: value}).text for value in (2**63, 1e19)]
+    assert texts[0] == texts[1]
+
+
 def test_an_interrupted_prompt_leaves_the_cache_alone(model, monkeypatch):
     cache = model.make_cache()
     generate(model, "the cat", max_tokens=3, temperature=0, cache=cache)
