@@ -1,11 +1,13 @@
 """The H3 step's Metal text, run by the emulator (tests/mslemu): right numbers, no finding, lint clean."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import mlx.core as mx
 import numpy as np
 import pytest
 
 from mlx_cosyh3.kernels import H3StepParams
-from mlx_cosyh3.kernels.h3_step import KERNEL, _arguments
+from mlx_cosyh3.kernels.h3_step import KERNEL, _arguments, _ones
 from tests import mslemu
 from tests.test_kernels import step64
 
@@ -119,3 +121,12 @@ def test_lint(kernel, dtype):
     for shape in SHAPES[::3]:
         for lengths in (None, mx.ones((shape[0],), dtype=mx.int32)):
             assert mslemu.lint(kernel, **_arguments(*case(shape, DTYPES[dtype][0]), lengths)) == []
+
+
+def test_arguments_made_in_a_thread_serve_all():
+    """What stands in for lengths is made once: it must not wait for a thread that has ended."""
+    _ones.cache_clear()
+    args = case((1, 1, 1, 1, 2, 1), mx.float32)
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(_arguments, *args, None).result()
+    mx.eval(_arguments(*args, None)["inputs"])
