@@ -27,8 +27,10 @@ class LoadModel:
 
     @classmethod
     def IS_CHANGED(cls, model=""):
-        """A folder that was written anew is loaded anew; ComfyUI compares what this returns with the time before."""
-        config = Path(model.strip()).expanduser() / "config.json"
+        """A folder that was written anew is loaded anew; ComfyUI compares what this returns with the time before.
+
+        model   None, or left out, where it comes by a link"""
+        config = Path((model or "").strip()).expanduser() / "config.json"
         return config.stat().st_mtime_ns if config.is_file() else 0
 
     def load_model(self, model):

@@ -39,7 +39,8 @@ class BoundedCache:
         self._entries = OrderedDict()  # key -> (value, bytes), the least recently used first
         self._making = {}  # key -> lock of the thread that makes its value
         self._lock = threading.Lock()
-        _all.add(self)
+        with _all_lock:
+            _all.add(self)
 
     def __len__(self):
         return len(self._entries)
@@ -122,12 +123,15 @@ class BoundedCache:
 
 
 _all = weakref.WeakSet()  # memory is the process's, so what frees it must know of all caches
+_all_lock = threading.Lock()
 
 
 def clear_all():
     """Empty all caches of this process -> bytes that they held."""
     held = 0
-    for cache in list(_all):
+    with _all_lock:
+        caches = list(_all)
+    for cache in caches:
         held += cache.bytes
         cache.clear()
     return held

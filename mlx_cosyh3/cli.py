@@ -74,7 +74,9 @@ class Parser(argparse.ArgumentParser):
 
 def _parse(argv):
     """Parsed arguments, or an exit status if there is nothing to run."""
-    parser = Parser(prog="mlx_cosyh3", description="CosyVoice speech and H3 language models in MLX.", allow_abbrev=False)
+    parser = Parser(prog="mlx_cosyh3", description="CosyVoice speech and H3 language models in MLX. "
+                    'To begin: mlx_cosyh3 say Hello. Options: mlx_cosyh3 COMMAND --help',
+                    allow_abbrev=False)  # fmt: skip
     parser.add_argument("--version", action="version", version=f"mlx_cosyh3 {mlx_cosyh3.__version__}")
     commands = parser.add_subparsers(metavar="command", title="commands", parser_class=Parser)
     known = {}
@@ -128,7 +130,7 @@ def _commands():
         ("vc", speech_cli.add_vc, speech_cli.vc, "say what a recording says with another voice"),
         ("voices", speech_cli.add_model, speech_cli.voices, "list the voices that a model holds"),
         ("generate", _add_generate, _generate, "continue a prompt; prints the continuation"),
-        ("repl", _add_repl, _repl, "type text and let the model continue it, with state kept between turns"),
+        ("repl", _add_repl, _repl, "type line by line: the model continues the text, or speaks it"),
         ("serve", serve.add_arguments, serve.run, "answer OpenAI-compatible requests over HTTP, with a page to try it"),
         ("perplexity", _add_perplexity, _perplexity, "measure how well a model predicts a text"),
         ("convert", convert.add_arguments, convert.run, "convert a checkpoint to an MLX model folder"),

@@ -36,6 +36,11 @@ def take_options(cls, given):
     return cls(**given)
 
 
+def first_line(error):
+    """What an error of somebody else's says, as one line; its type where it says nothing."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
 def nearest(name, known):
     """`, nearest known: 'x'` for error messages, or an empty string when nothing is near."""
     close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)

@@ -9,7 +9,7 @@ import mlx.core as mx
 import numpy as np
 from mlx.utils import tree_flatten
 
-from mlx_cosyh3.errors import CheckpointError, CosyH3Error, nearest
+from mlx_cosyh3.errors import CheckpointError, CosyH3Error, first_line, nearest
 from mlx_cosyh3.floor import check_machine
 from mlx_cosyh3.tokenizer import Tokenizer
 
@@ -21,6 +21,7 @@ FAMILIES = {  # config.json's model_type -> module with `build(config)`
     "cosyvoice2": "mlx_cosyh3.cosyvoice.cosyvoice2",
     "cosyvoice3": "mlx_cosyh3.cosyvoice.cosyvoice3",
 }
+CONVERT = "turn a checkpoint into a model with: mlx_cosyh3 convert --model PATH_OR_REPO --out DIR"
 PATTERNS = ["*.json", "*.safetensors", "voices/*.safetensors", "*.txt", "*.bpe", "*.tiktoken", "*.md"]
 
 
@@ -35,6 +36,7 @@ def load(path_or_repo=None, *, revision=None, kv_window=None, lighter=None):
     if lighter is not None:
         from mlx_cosyh3.lighter import join
 
+        read_config(find_model(lighter))  # a wrong name is an error before the model itself is loaded
         return join(load(path_or_repo, revision=revision, kv_window=kv_window), load(lighter, kv_window=kv_window))
     check_machine()
     if kv_window is not None and (not isinstance(kv_window, int) or kv_window < 1):
@@ -59,7 +61,7 @@ def load(path_or_repo=None, *, revision=None, kv_window=None, lighter=None):
         try:
             weights.update(mx.load(str(file)))
         except RuntimeError as e:
-            raise CheckpointError(f"cannot read {file}: {str(e).splitlines()[0]}; convert the model again") from e
+            raise CheckpointError(f"cannot read {file}: {first_line(e)}; convert the model again") from e
     if not weights:
         raise CheckpointError(f"{folder} holds no model*.safetensors: convert the model again")
     if hasattr(module, "cast"):
@@ -70,8 +72,9 @@ def load(path_or_repo=None, *, revision=None, kv_window=None, lighter=None):
         if hasattr(model, "finish"):
             model.finish(folder)
     except (RuntimeError, MemoryError) as e:  # only now MLX reads the numbers
-        what = (str(e).strip() or type(e).__name__).splitlines()[0]
-        raise CheckpointError(f"cannot load {folder}: {what}; see that its files are whole, and how much memory is free") from e
+        raise CheckpointError(
+            f"cannot load {folder}: {first_line(e)}; see that its files are whole, and how much memory is free"
+        ) from e
     if not hasattr(model, "finish") and any((folder / name).exists() for name in ("vocab.json", "tokenizer.json")):
         model.tokenizer = Tokenizer.from_dir(folder, config.get("eos_token_id"))
     return model
@@ -99,15 +102,20 @@ def find_model(path_or_repo=None, revision=None, allow_patterns=PATTERNS):
         def __init__(self, *args, **kwargs):
             super().__init__(*args, **kwargs | {"disable": kwargs.get("disable") or not sys.stderr.isatty()})
 
+    def fetched(patterns):
+        return Path(snapshot_download(name, revision=revision, allow_patterns=patterns, tqdm_class=Bar))
+
     try:
-        return Path(snapshot_download(name, revision=revision, allow_patterns=allow_patterns, tqdm_class=Bar))
+        if allow_patterns is PATTERNS:
+            read_config(fetched(["config.json"]))  # a checkpoint is refused before gigabytes of it are here
+        return fetched(allow_patterns)
     except HFValidationError as e:
         raise CosyH3Error(f"no such model: {name} is neither a folder here nor a hub repo id (owner/name)") from e
     except LocalEntryNotFoundError as e:
         offline = "HF_HUB_OFFLINE is set: unset it" if HF_HUB_OFFLINE else "the hub cannot be reached: check the network"
         raise CosyH3Error(f"{name} is not in the local cache, and {offline}") from e
     except HfHubHTTPError as e:
-        raise CosyH3Error(f"cannot fetch {name} from the hub: {str(e).strip().splitlines()[0]}") from e
+        raise CosyH3Error(f"cannot fetch {name} from the hub: {first_line(e)}") from e
     except OSError as e:  # no network, no space
         raise CosyH3Error(f"cannot fetch {name} from the hub: {e}") from e
 
@@ -116,14 +124,14 @@ def read_config(folder):
     """config.json of a converted model, its model_type checked."""
     path = Path(folder) / "config.json"
     if not Path(folder).is_dir():
-        raise CheckpointError(f"{folder} is not a model folder; turn a checkpoint into one with: mlx_cosyh3 convert")
+        raise CheckpointError(f"{folder} is not a model folder; {CONVERT}")
     if not path.exists():
-        raise CheckpointError(f"{folder} has no config.json; turn a checkpoint into a model with: mlx_cosyh3 convert")
+        raise CheckpointError(f"{folder} has no config.json; {CONVERT}")
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
         kind = config["model_type"]
     except (ValueError, KeyError, TypeError) as e:
-        raise CheckpointError(f"{path} is not a model's config ({type(e).__name__}: {e})") from e
+        raise CheckpointError(f"{path} is not a model's config ({type(e).__name__}: {e}); {CONVERT}") from e
     if kind not in FAMILIES:
         known = ", ".join(FAMILIES)
         raise CheckpointError(f"{path}: model type {kind!r} is not one this program runs ({known}){nearest(kind, FAMILIES)}")

@@ -22,7 +22,7 @@ import mlx.core as mx
 
 from mlx_cosyh3 import sampling
 from mlx_cosyh3.caches import nbytes
-from mlx_cosyh3.errors import CheckpointError, CosyH3Error
+from mlx_cosyh3.errors import CheckpointError, CosyH3Error, first_line
 from mlx_cosyh3.load import EMBEDDED, FAMILIES, find_model, load, read_config
 from mlx_cosyh3.scheduler import Closed, Scheduler
 from mlx_cosyh3.stream import Beside
@@ -306,8 +306,7 @@ def _in_words(function, name, options):
         raise
     except (OSError, RuntimeError, MemoryError, ValueError, KeyError) as e:
         forget_frames(e)
-        what = (str(e).strip() or type(e).__name__).splitlines()[0]
-        message = f"cannot load the model {name}: {what}; check its folder, and the memory that is free"
+        message = f"cannot load the model {name}: {first_line(e)}; check its folder, and the memory that is free"
         raise CheckpointError(message) from e
 
 

@@ -21,7 +21,7 @@ from dataclasses import asdict, dataclass, field
 import mlx.core as mx
 
 from mlx_cosyh3 import caches, logs, sampling
-from mlx_cosyh3.errors import CosyH3Error, NotFiniteError, StageError, nearest
+from mlx_cosyh3.errors import CosyH3Error, NotFiniteError, StageError, first_line, nearest
 from mlx_cosyh3.gate import GATE
 from mlx_cosyh3.kernels import _trust
 from mlx_cosyh3.probes import HEAT, Probes
@@ -93,10 +93,10 @@ KNOBS = {  # name: (default, what takes a given value, what it is for)
         "most memory that models and their work may take: bytes, 6GB, or a share of what there is",
     ),
     "memory_share": (0.8, _number(0.05, 1, "from 0.05 to 1"), "from which share of that new requests go to the CPU"),
-    "on_battery": ("reduce", _choice(*SPARING), "on battery: reduce the use of the GPU, cpu, or ignore"),
-    "at_heat": ("reduce", _choice(*SPARING), "when the machine is hot: reduce the use of the GPU, cpu, or ignore"),
-    "rest": (1.0, _number(0, 20, "from 0 to 20"), "reduced: seconds of rest for each second of work"),
-    "retry_on_cpu": (True, _switch, "run a stage that failed on the GPU once more on the CPU"),
+    "on_battery": ("reduce", _choice(*SPARING), "on battery: reduce (use the GPU less), cpu, or ignore"),
+    "at_heat": ("reduce", _choice(*SPARING), "when the machine is hot: reduce (use the GPU less), cpu, or ignore"),
+    "rest": (1.0, _number(0, 20, "from 0 to 20"), "seconds of rest for each second of work, where the GPU is used less"),
+    "retry_on_cpu": (True, _switch, "1 or 0: run a stage that failed on the GPU once more on the CPU"),
 }
 
 
@@ -341,7 +341,7 @@ class Request:
                 if e is self._theirs or isinstance(e, NOT_OURS):
                     raise
                 raise StageError(
-                    f"{stage} failed on the {device.upper()} ({_first_line(e)}): try again; where memory is short, "
+                    f"{stage} failed on the {device.upper()} ({first_line(e)[:120]}): try again; where memory is short, "
                     "end other programs or ask for less at once"
                 ) from e
 
@@ -410,11 +410,7 @@ class Request:
         mx.clear_cache()
         if self.policy.probes.gpu() is None and not _trust._gpu_answers():
             self.policy._gpu_off = "the GPU does not answer this process any more"
-        return f"an error of the GPU ({_first_line(error)})"
-
-
-def _first_line(error):
-    return (str(error).strip().splitlines() or [type(error).__name__])[0][:120]
+        return f"an error of the GPU ({first_line(error)[:120]})"
 
 
 def _failed_kernels():

@@ -74,8 +74,8 @@ def load_speaker(args):
     return model
 
 
-def find_voice(model, name, transcript, note=note, compat=False):
-    """--voice: a voice of the model, a voice file, or a recording (`compat`: see Voice.from_audio)."""
+def find_voice(model, name, transcript, note=note, compat=False, policy=None):
+    """--voice: a voice of the model, a voice file, or a recording (`compat`, `policy`: see Voice.from_audio)."""
     from mlx_cosyh3.cosyvoice.voice import Voice
 
     if name is None or name in model.voices:
@@ -90,7 +90,8 @@ def find_voice(model, name, transcript, note=note, compat=False):
             )
         return Voice.load(path)
     if path.exists():
-        return Voice.from_audio(model, path, transcript, name=path.stem, note=note, compat=compat)
+        how = {"note": note, "compat": compat, "policy": policy}
+        return Voice.from_audio(model, path, transcript, name=path.stem, **how)
     if path.suffix or "/" in name:
         raise CosyH3Error(f"there is no voice file or recording {name}")
     return model.find_voice(name)  # raises, with the names there are
@@ -169,7 +170,7 @@ def say(args, read_text):
     out = output_of(args)
     text = read_text(args)
     model = load_speaker(args)
-    voice = find_voice(model, args.voice, args.voice_text, compat=args.compat)
+    voice = find_voice(model, args.voice, args.voice_text, compat=args.compat, policy=options["policy"])
     options |= {"voice": voice, "normalize": not args.no_normalize} | ({} if args.stream else {"causal": args.causal})
     return deliver(
         args, out, model, options["seed"],
@@ -330,7 +331,7 @@ def vc(args):
     if not source.is_file():
         raise CosyH3Error(f"there is no recording {args.source}")
     model = load_speaker(args)
-    voice = find_voice(model, args.voice, args.voice_text, compat=args.compat)
+    voice = find_voice(model, args.voice, args.voice_text, compat=args.compat, policy=options["policy"])
     return deliver(
         args, out, model, options["seed"],
         lambda progress: model.start_conversion(source, voice, args.stream, note=note, progress=progress, **options),

@@ -46,7 +46,10 @@ class Stream:
             piece = self._pieces.get()
             if isinstance(piece, BaseException):
                 self.close()
-                raise piece
+                try:
+                    raise piece
+                finally:
+                    del piece  # or the error and this frame would hold each other, and all that was computed
             if piece is None:
                 self.close()
             elif len(piece):
@@ -116,6 +119,7 @@ class Beside:
             self._error = e
         finally:
             self._done.set()
+            del self, function, args  # or the error would hold this frame, which holds the error
 
     @property
     def done(self):
@@ -128,9 +132,12 @@ class Beside:
     def result(self):
         """What the function returned; raises what it raised."""
         self.wait()
-        if self._error is not None:
+        if self._error is None:
+            return self._result
+        try:
             raise self._error
-        return self._result
+        finally:
+            del self  # as above
 
 
 _lock = threading.Lock()

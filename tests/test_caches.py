@@ -5,6 +5,7 @@ Run: python -m pytest -q tests/test_caches.py
 
 import io
 import os
+import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -16,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlx_cosyh3 import load
-from mlx_cosyh3.caches import ENTRY, BoundedCache, StateCache, VoiceCache, nbytes
+from mlx_cosyh3.caches import ENTRY, BoundedCache, StateCache, VoiceCache, clear_all, nbytes
 from mlx_cosyh3.cosyvoice.voice import Voice
 from mlx_cosyh3.errors import CosyH3Error
 from tests.small_voice_model import small_voice, write_voice_model
@@ -68,6 +69,29 @@ def test_made_once_by_many_threads():
         gate.set()
         assert {g.result() for g in got} == {"value"} and len(made) == 1
     assert not cache._making
+
+
+def test_all_are_emptied_while_others_are_made():
+    over, every = threading.Event(), sys.getswitchinterval()
+
+    def make():
+        kept = []
+        while not over.is_set():
+            kept = [*kept[-100:], cache_of(3)]
+
+    maker = threading.Thread(target=make)
+    cache = cache_of(3)
+    sys.setswitchinterval(1e-6)
+    maker.start()
+    try:
+        for i in range(2000):
+            cache.put(i, "value")
+            clear_all()
+            assert len(cache) == 0
+    finally:
+        over.set()
+        maker.join()
+        sys.setswitchinterval(every)
 
 
 def test_an_error_is_not_kept():

@@ -285,7 +285,8 @@ def test_a_folder_that_was_written_anew_is_loaded_anew(pack, tmp_path):
     comfy.run(graph)
     assert comfy.ran == ["1", "1"]
     load_model = pack.NODE_CLASS_MAPPINGS["CosyH3LoadModel"]
-    assert load_model.IS_CHANGED("h3-tiny") == load_model.IS_CHANGED() == 0  # a name, and one that comes by a link
+    assert load_model.IS_CHANGED("h3-tiny") == 0
+    assert load_model.IS_CHANGED() == load_model.IS_CHANGED(None) == 0  # one that comes by a link
 
 
 def test_the_graph_that_comes_along(comfy):

@@ -321,6 +321,15 @@ def test_bad_requests_in_place_of_their_results(model):
     assert_same(other, generate(model, "Yo.", seed=3, steps=1))
 
 
+def test_a_deadline_is_for_one_text(model):
+    asked = ["Hi.", {"text": "Yo.", "deadline": 5.0}]
+    with pytest.raises(CosyH3Error, match="^text 2: deadline goes with one text"):
+        batch_generate(model, asked)
+    good, bad = batch_generate(model, asked, seed=1, steps=1, errors="return")
+    assert "deadline goes with one text" in str(bad)
+    assert_same(good, generate(model, "Hi.", seed=1, steps=1))
+
+
 def fails(stage, monkeypatch, model):
     """Make the second of three texts fail in that stage -> (its voice, the message)."""
     if stage == "llm":

@@ -92,6 +92,14 @@ def test_what_does_not_go_together_is_one_line(voices, texts, tmp_path):
         assert "\n" not in str(e.value)
 
 
+def test_a_wrong_name_is_told_before_anything_is_loaded(voices, tmp_path, monkeypatch):
+    monkeypatch.setattr(mx, "load", lambda *args: pytest.fail("weights were read"))
+    with pytest.raises(CosyH3Error, match="no such model: .*/none is neither"):
+        load(voices[0], lighter=tmp_path / "none")
+    with pytest.raises(CosyH3Error, match="has no config.json"):
+        load(voices[0], lighter=tmp_path)
+
+
 def test_a_pool_holds_both(voices):
     with Pool() as pool, pool.get(voices[0], lighter=str(voices[1])) as lease:
         assert lighter.of(lease.model) is not None

@@ -135,6 +135,21 @@ def test_hub_snapshot_in_the_cache_is_used_offline(folder, tmp_path, monkeypatch
     assert seen["repo"] == "someone/some-model" and seen["revision"] == "v1" and "*.safetensors" in seen["patterns"]
 
 
+def test_a_checkpoint_on_the_hub_is_refused_before_it_is_fetched(tmp_path, monkeypatch):
+    import huggingface_hub
+
+    asked = []
+    monkeypatch.setattr(
+        huggingface_hub, "snapshot_download", lambda repo, allow_patterns=None, **more: asked.append(allow_patterns) or str(tmp_path)
+    )
+    for config in (None, '{"architectures": ["CosyVoice"]}'):
+        if config is not None:
+            (tmp_path / "config.json").write_text(config)
+        with pytest.raises(CheckpointError, match="mlx_cosyh3 convert --model PATH_OR_REPO --out DIR"):
+            load("someone/some-checkpoint")
+    assert asked == [["config.json"]] * 2
+
+
 def test_quantize_int8():
     rng = np.random.default_rng(0)
     w = rng.standard_normal((7, 33)).astype(np.float32)

@@ -7,7 +7,9 @@ import numpy as np
 import pytest
 
 from mlx_cosyh3 import load
+from mlx_cosyh3.cosyvoice.voice import Voice
 from mlx_cosyh3.pool import Pool
+from mlx_cosyh3.runtime import Policy
 from tests.server_tools import HERE, recording, samples  # first: it skips where the extra is missing
 from tests.small_model import write_model
 from tests.small_voice_model import write_voice_model
@@ -294,6 +296,23 @@ def test_bad_recordings(client, data, word):
     before = client.get(VOICES).json()
     is_error(upload(client, data), 400, word, param="file")
     assert client.get(VOICES).json() == before
+
+
+def test_a_voice_is_made_under_the_servers_policy(models, monkeypatch):
+    own, asked, plain = Policy(device="cpu"), [], Voice.from_audio
+    monkeypatch.setattr(Voice, "from_audio", lambda *args, policy, **how: asked.append(policy) or plain(*args, **how))
+    with TestClient(create_app(models["small"], policy=own), base_url=HERE) as client:
+        assert upload(client, recording()).status_code == 201 and asked == [own]
+
+
+def test_a_machine_that_fails_is_no_bad_recording(client, models, monkeypatch):
+    def speaker(self, samples, rate):
+        raise RuntimeError("[METAL] Insufficient Memory")
+
+    monkeypatch.setattr(type(models["small"]), "speaker", speaker)
+    answer = upload(client, recording())
+    is_error(answer, 500, "a stage of the model failed")
+    assert "METAL" not in answer.text
 
 
 def test_bad_forms(client):

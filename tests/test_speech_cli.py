@@ -150,6 +150,19 @@ def test_voices_from_files(say, speaker, here, recording):
         )
 
 
+def test_a_recording_is_heard_where_all_is_computed(say, run, voice_folder, here, recording, monkeypatch):  # noqa: F811
+    asked, plain = [], Voice.from_audio
+
+    def from_audio(*args, policy, **how):
+        asked.append(policy.device)
+        return plain(*args, **how)
+
+    monkeypatch.setattr(Voice, "from_audio", from_audio)
+    assert say(TEXT, "--voice", recording, "--device", "cpu")[0] == 0
+    assert run("vc", recording, "--voice", recording, "--device", "cpu", "--model", voice_folder)[0] == 0
+    assert asked == ["cpu", "cpu"]
+
+
 class Played:
     """In place of a loudspeaker."""
 

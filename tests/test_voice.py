@@ -22,6 +22,7 @@ from mlx_cosyh3.cosyvoice.modes import check_made_for
 from mlx_cosyh3.cosyvoice.s3tokenizer import S3Tokenizer, S3TokenizerConfig
 from mlx_cosyh3.cosyvoice.voice import Voice
 from mlx_cosyh3.errors import CheckpointError, CosyH3Error
+from mlx_cosyh3.runtime import Policy, default_policy
 from tests import golden_voice_models
 from tests.golden_data import cosyvoice_golden, large
 from tests.small_voice_model import CAMPPLUS, SPEECH, small_voice, write_voice_model
@@ -65,6 +66,16 @@ def test_what_a_voice_holds(model):
     assert voice.made_for == "cosyvoice3"
     assert Voice.from_audio(model, (sound(2), 24000), "  ").transcript is None
     assert generate(model, TEXT, voice=voice, seed=1).mode == "zero_shot"
+
+
+def test_a_voice_is_computed_where_its_policy_says(model, monkeypatch):
+    asked, plain = [], Policy.request
+    monkeypatch.setattr(Policy, "request", lambda self, *args: asked.append(self) or plain(self, *args))
+    own = Policy(device="cpu")
+    equal(Voice.from_audio(model, (sound(1), 24000), policy=own), Voice.from_audio(model, (sound(1), 24000)))
+    assert asked == [own, default_policy()]
+    with pytest.raises(CosyH3Error, match="policy must be"):
+        Voice.from_audio(model, (sound(1), 24000), policy="cpu")
 
 
 def test_every_kind_of_recording(model, tmp_path):

@@ -196,9 +196,10 @@ class SpeechBatch:
         for r, (text, own) in enumerate(requests):
             tell = (lambda said, r=r: note(f"text {r + 1}: {said}")) if several else note
             try:
-                self.talks.append(Talk(model, text, take_options(SpeechOptions, own), tell, None))
-                if self.talks[-1].options.deadline is not None:
+                o = take_options(SpeechOptions, own)
+                if o.deadline is not None:
                     raise CosyH3Error("deadline goes with one text, not with a batch: use generate or stream_generate")
+                self.talks.append(Talk(model, text, o, tell, None))
             except CosyH3Error as e:
                 if errors == "raise":
                     raise CosyH3Error(f"text {r + 1}: {e}") from e

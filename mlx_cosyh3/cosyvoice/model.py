@@ -96,7 +96,10 @@ class CosyVoice(nn.Module, SpeechGeneration):
                 what = f"{'speaker encoder' if name == 'campplus' else 'speech tokenizer'} ({file})"
                 held = ", ".join(self._voices)
                 has = f"the voices it holds are {held}" if held else "it holds no voices either"
-                raise CosyH3Error(f"this model folder has no {what}, so it cannot take a recording; {has}")
+                raise CosyH3Error(
+                    f"this model folder has no {what}, so it cannot take a recording; {has}; `convert` a full model for "
+                    "that"
+                )
 
     # From a recording
 

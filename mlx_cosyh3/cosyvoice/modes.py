@@ -39,7 +39,8 @@ def find(model, voice):
     if voice is None:
         if not model.voices:
             raise CosyH3Error(
-                "no voice: this model holds none, make one with Voice.from_audio(model, recording, text=...)"
+                "no voice: this model holds none; give a recording or a voice file (--voice F, in Python "
+                "voice=Voice.from_audio(...))"
             )
         return next(iter(model.voices.values()))
     if isinstance(voice, str):

@@ -50,19 +50,20 @@ class Voice:
     made_for: str = ""
 
     @classmethod
-    def from_audio(cls, model, recording, text=None, *, name="", note=None, compat=False):
+    def from_audio(cls, model, recording, text=None, *, name="", note=None, compat=False, policy=None):
         """The voice of `recording` (a path, an open file, or (samples, rate)) for `model`.
 
         text     the transcript of the recording, word for word; without it `generate` has less to imitate
         note     called with each warning (a string); None: warnings.warn
         compat   CosyVoice 1: the mel as upstream makes it, of 24 kHz samples taken for 22.05 kHz ones
+        policy   a runtime.Policy, which says where this is computed; None: what the environment says
         Raises CosyH3Error for a recording that is too short, silent or of too low a rate, or a model without the
         two parts that this needs."""
         note = note or audio.warn
         model.need("campplus", "speech_tokenizer")
         samples, rate = audio.read_audio(recording)
         audio.check_clip(samples, rate, note)
-        request = runtime.default_policy().request()
+        request = runtime.check(policy).request()
         tokens, mel = request.guard("voice", model.speech_features, samples, rate, compat)
         if not len(tokens):
             raise CosyH3Error(f"the recording ({len(samples) / rate:.2f} s) is too short to be a voice: give 3 to 30 s")

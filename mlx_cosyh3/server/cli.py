@@ -118,7 +118,7 @@ def build(args):
         from mlx_cosyh3.server.app import create_app
         from mlx_cosyh3.server.guard import LOOPBACK
     except ImportError as e:
-        raise CosyH3Error(f"serve needs the package {e.name}: pip install 'mlx_cosyh3[server]'") from e
+        raise CosyH3Error(f"serve needs the package {e.name}: pip install starlette uvicorn") from e
     for name, least in (("workers", 1), ("max_queue", 1), ("max_text", 1), ("max_upload", 1), ("max_voices", 0),
                         ("drain", 0),
                         ("max_tokens", 1), ("port", 0), ("max_audio", 0)):  # fmt: skip

@@ -33,7 +33,7 @@ class Models:
             models = {_type(models): models}
         if not models:
             raise CosyH3Error("a server needs a model: give one, or leave the default")
-        self.created = int(time.time())
+        self.created, self.policy = int(time.time()), policy
         self._paths, self._schedulers, self.kinds = {}, {}, {}
         for name, model in models.items():
             if hasattr(model, "generate"):

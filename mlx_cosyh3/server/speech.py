@@ -152,15 +152,20 @@ async def outcome(awaitable):
     """Await the work of a ticket; an error of ours in it is one of the server, since all input was checked before."""
     try:
         return await awaitable
-    except StageError as e:  # what it quotes of the machine is for the log
-        log.error("a stage failed", error=e)
-        logs.report("server", e)
-        raise ApiError(
-            500, "a stage of the model failed: try again, or ask for less at once; the server's log knows more",
-            code="generation_failed",
-        ) from e  # fmt: skip
+    except StageError as e:
+        raise failed(e) from e
     except CosyH3Error as e:
         raise refused(e) or ApiError(500, str(e), code="generation_failed") from e
+
+
+def failed(error):
+    """The answer to a StageError; what it quotes of the machine is for the log."""
+    log.error("a stage failed", error=error)
+    logs.report("server", error)
+    return ApiError(
+        500, "a stage of the model failed: try again, or ask for less at once; the server's log knows more",
+        code="generation_failed",
+    )  # fmt: skip
 
 
 async def _encoded(service, ticket, kind, rate, begin):

@@ -149,7 +149,7 @@ def read_recording(data, longest):
     return np.concatenate(blocks or [np.zeros(0, np.float32)]), rate
 
 
-def make(model, samples, rate, text, name):
+def make(model, samples, rate, text, name, policy):
     """A Voice and what is to be said about the recording (a list of strings). Raises CosyH3Error."""
     notes = []
-    return Voice.from_audio(model, (samples, rate), text, name=name, note=notes.append), notes
+    return Voice.from_audio(model, (samples, rate), text, name=name, note=notes.append, policy=policy), notes

@@ -2,9 +2,10 @@
 
 from starlette.responses import JSONResponse
 
-from mlx_cosyh3.errors import CosyH3Error
+from mlx_cosyh3.errors import CosyH3Error, StageError
 from mlx_cosyh3.server import body, voices
 from mlx_cosyh3.server.errors import ApiError, closing
+from mlx_cosyh3.server.speech import failed
 
 FIELDS = ("model", "name", "text", "user")
 
@@ -68,10 +69,14 @@ async def create(request, client, name, label, text, data, who):
                 raise closing()
             model_needs(model)
             samples, rate = await service.models.in_thread(voices.read_recording, data, service.limits.recording)
-            ask = service.models.ticket(scheduler.call, voices.make, model, samples, rate, text, label, client=who)
+            ask = service.models.ticket(
+                scheduler.call, voices.make, model, samples, rate, text, label, service.models.policy, client=who
+            )
             async with ask as ticket:
                 try:
                     made = await ticket.aresult()
+                except StageError as e:
+                    raise failed(e) from e
                 except CosyH3Error as e:
                     raise ApiError(400, str(e), param="file", code="invalid_audio") from None
             if made is None:
