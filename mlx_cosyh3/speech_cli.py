@@ -33,6 +33,9 @@ OPTIONS = {
 }
 
 
+SOUND = {"instruct", "mode", "language", "seed", "speed", "max_seconds", "pause"}  # the others: how it is computed
+
+
 def defaults():
     from mlx_cosyh3.cosyvoice.speech import SpeechOptions
 
@@ -40,11 +43,17 @@ def defaults():
 
 
 def add_options(parser, without=()):
+    """The options of `generate`, in two groups of `parser`, or in `parser` where that is a group."""
+    sound = work = parser
+    if hasattr(parser, "parse_args"):
+        sound = parser.add_argument_group("how it sounds")
+        work = parser.add_argument_group("how it is drawn and computed")
     for (name, (kind, placeholder, text)), default in zip(OPTIONS.items(), defaults().values()):
         if name in without:
             continue
-        parser.add_argument("--" + name.replace("_", "-"), dest=name, type=kind, default=default, metavar=placeholder,
-                            help=text + ("" if default is None else f" ({default})"))  # fmt: skip
+        group = sound if name in SOUND else work
+        group.add_argument("--" + name.replace("_", "-"), dest=name, type=kind, default=default, metavar=placeholder,
+                           help=text + ("" if default is None else f" ({default})"))  # fmt: skip
 
 
 def add_model(parser):

@@ -36,8 +36,6 @@ from tests.make_cosyvoice_folder import make_folder, write_torch
 from tests.small_model import write_model
 from tests.small_voice_model import write_voice_model
 
-pytestmark = pytest.mark.slow
-
 ROOT = Path(__file__).parent.parent
 PAGES = ("README", "quickstart", "voices", "streaming", "quantisation", "serving", "kernels", "troubleshooting")
 ELSEWHERE = ("LOG", "integrations")  # no commands; see above
