@@ -14,7 +14,7 @@ import math
 from dataclasses import dataclass
 
 from mlx_cosyh3 import sampling
-from mlx_cosyh3.costs import measure
+from mlx_cosyh3.costs import LOADED, measure
 from mlx_cosyh3.errors import CosyH3Error, DeadlineError, nearest
 
 LATE = ("refuse", "best")
@@ -108,7 +108,7 @@ class Controller:
     def _refusal(self, what, forecast, advice):
         takes = "" if forecast is None else f"{what} takes about {forecast:.2g} s here"
         loads = {d: self.costs.load(d) for d in ("gpu", "cpu")}
-        busy = ", ".join(f"{d} {load:.1f} times slower than usual" for d, load in loads.items() if load > 1.3)
+        busy = ", ".join(f"{d} {load:.1f} times slower than usual" for d, load in loads.items() if load > LOADED)
         if takes and busy:
             takes += f" (now: {busy})"
         waited = f"the request has waited {self.request.waited:.1f} s for its turn" if self.request.waited else ""

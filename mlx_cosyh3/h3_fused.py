@@ -4,12 +4,12 @@ Launches, not arithmetic, are what a token costs on a large GPU. This is `H3.ste
 weights of one dtype or in int8 per output row; anything else takes the general way, with the same result.
 """
 
-import threading
 from functools import partial
 
 import mlx.core as mx
 import mlx.nn as nn
 
+from mlx_cosyh3.compiled import in_main_thread
 from mlx_cosyh3.int8 import Int8Embedding, Int8Linear
 from mlx_cosyh3.kernels import _dispatch, h3_layer, norm_linear
 
@@ -18,9 +18,7 @@ class FusedStep:
     """Called as step(model, ids [1], cache) -> logits [1, padded vocabulary], if `usable(model)`.
 
     The H3 layers between two attention layers are one compiled function, with the embedding and the head in the first
-    and the last: what it costs to build the graph would otherwise be more than the work. (Attention layers are not
-    compiled: their arrays grow. Only in the main thread: another one that used mx.compile and ended can make the process
-    abort at its exit, MLX 0.32.4.)"""
+    and the last. (Attention layers are not compiled: their arrays grow.)"""
 
     def __init__(self):
         self._usable = {}  # kernels that may run -> whether all pieces of this model do
@@ -38,13 +36,12 @@ class FusedStep:
         if self._runs is None:
             self._runs = _runs(model)
         position, x = int(cache.lengths[0]), ids
-        compile_here = threading.current_thread() is threading.main_thread()
-        for plain, compiled, layers in self._runs:
-            if plain is None:
+        for run, layers in self._runs:
+            if run is None:
                 x = _attention_layer(model.layers[layers[0]], x, cache.layers[layers[0]], position)
                 continue
             states = [cache.layers[i] for i in layers]
-            x, new = (compiled if compile_here else plain)(x, [s.arrays() for s in states])
+            x, new = run(x, [s.arrays() for s in states])
             for state, (shift, ssm) in zip(states, new):
                 state.shift, state.ssm = shift, ssm
         cache.lengths = cache.lengths + 1
@@ -52,7 +49,7 @@ class FusedStep:
 
 
 def _runs(model):
-    """(function, the same compiled, its layers) for each run of H3 layers, (None, None, [i]) for an attention layer."""
+    """(function, its layers) for each run of H3 layers, (None, [i]) for an attention layer."""
     attention = [hasattr(layer.mixer, "Wqkv") for layer in model.layers]
     groups = [[]]
     for i, is_attention in enumerate(attention):
@@ -63,10 +60,10 @@ def _runs(model):
     runs = []
     for n, layers in enumerate(groups):
         if layers and attention[layers[0]]:
-            runs.append((None, None, layers))
+            runs.append((None, layers))
         elif layers or n in (0, len(groups) - 1):
-            plain = partial(_h3_layers, model, layers, n == 0, n == len(groups) - 1)
-            runs.append((plain, mx.compile(plain), layers))
+            run = partial(_h3_layers, model, layers, n == 0, n == len(groups) - 1)
+            runs.append((in_main_thread(run), layers))
     return runs
 
 

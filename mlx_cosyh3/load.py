@@ -36,8 +36,9 @@ def load(path_or_repo=None, *, revision=None, kv_window=None, lighter=None):
     if lighter is not None:
         from mlx_cosyh3.lighter import join
 
-        read_config(find_model(lighter))  # a wrong name is an error before the model itself is loaded
-        return join(load(path_or_repo, revision=revision, kv_window=kv_window), load(lighter, kv_window=kv_window))
+        other = find_model(lighter)
+        read_config(other)  # a wrong one is an error before the model itself is loaded
+        return join(load(path_or_repo, revision=revision, kv_window=kv_window), load(other, kv_window=kv_window))
     check_machine()
     if kv_window is not None and (not isinstance(kv_window, int) or kv_window < 1):
         raise CosyH3Error(f"kv_window must be a whole number of tokens from 1, not {kv_window!r}")

@@ -31,3 +31,19 @@ def model(folder):
     from mlx_cosyh3 import load
 
     return load(folder)
+
+
+@pytest.fixture(scope="module")
+def voice_folder(tmp_path_factory):
+    """The folder of a small random CosyVoice 3 (tests/small_voice_model.py), one for each test file."""
+    from tests.small_voice_model import write_voice_model
+
+    return write_voice_model(tmp_path_factory.mktemp("models") / "voice")
+
+
+@pytest.fixture(scope="module")
+def speaker(voice_folder):
+    """The model in `voice_folder`, loaded."""
+    from mlx_cosyh3 import load
+
+    return load(voice_folder)

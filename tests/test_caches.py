@@ -20,7 +20,7 @@ from mlx_cosyh3 import load
 from mlx_cosyh3.caches import ENTRY, BoundedCache, StateCache, VoiceCache, clear_all, nbytes
 from mlx_cosyh3.cosyvoice.voice import Voice
 from mlx_cosyh3.errors import CosyH3Error
-from tests.small_voice_model import small_voice, write_voice_model
+from tests.small_voice_model import small_voice
 
 
 def cache_of(units):
@@ -123,11 +123,6 @@ def test_sizes():
 
 
 # ---------------------------------------------------------------- voices
-
-
-@pytest.fixture(scope="module")
-def speaker(tmp_path_factory):
-    return load(write_voice_model(tmp_path_factory.mktemp("models") / "voice"))
 
 
 def equal(a, b):

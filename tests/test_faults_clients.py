@@ -14,24 +14,13 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from mlx_cosyh3 import generate, load, stream_generate
+from mlx_cosyh3 import generate, stream_generate
 from mlx_cosyh3.scheduler import Scheduler
 from tests.faults import cpu, gpu, same
-from tests.small_voice_model import write_voice_model
 
 LONG = "The cat sat on the mat. " * 12
 QUIET = {"note": lambda text: None}
 WAIT = 60
-
-
-@pytest.fixture(scope="module")
-def voice_folder(tmp_path_factory):
-    return write_voice_model(tmp_path_factory.mktemp("models") / "voice")
-
-
-@pytest.fixture(scope="module")
-def speaker(voice_folder):
-    return load(voice_folder)
 
 
 @pytest.fixture(params=["text", "speech"])

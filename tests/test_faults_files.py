@@ -26,16 +26,6 @@ TEXT = "The cat."
 OPTIONS = {"seed": 1, "note": lambda text: None}
 
 
-@pytest.fixture(scope="module")
-def voice_folder(tmp_path_factory):
-    return write_voice_model(tmp_path_factory.mktemp("models") / "voice")
-
-
-@pytest.fixture(scope="module")
-def speaker(voice_folder):
-    return load(voice_folder)
-
-
 def one_line(e):
     assert "\n" not in str(e.value) and len(str(e.value)) > 20
     return str(e.value)

@@ -21,10 +21,10 @@ from langchain_core.prompts import PromptTemplate  # noqa: E402
 from langchain_core.tools import ToolException  # noqa: E402
 from langchain_core.utils.function_calling import convert_to_openai_tool  # noqa: E402
 
-from mlx_cosyh3 import batch_generate, generate, load  # noqa: E402
+from mlx_cosyh3 import batch_generate, generate  # noqa: E402
 from mlx_cosyh3.errors import CosyH3Error  # noqa: E402
 from mlx_cosyh3.integrations.langchain import H3LLM, SpeakTool  # noqa: E402
-from tests.small_voice_model import small_voice, write_voice_model  # noqa: E402
+from tests.small_voice_model import small_voice  # noqa: E402
 
 OPTIONS = {"max_tokens": 12, "seed": 3, "temperature": 1.0}
 
@@ -32,11 +32,6 @@ OPTIONS = {"max_tokens": 12, "seed": 3, "temperature": 1.0}
 @pytest.fixture(scope="module")
 def llm(model):
     return H3LLM(model, **OPTIONS)
-
-
-@pytest.fixture(scope="module")
-def speaker(tmp_path_factory):
-    return load(write_voice_model(tmp_path_factory.mktemp("models") / "voice"))
 
 
 # ---------------------------------------------------------------- text

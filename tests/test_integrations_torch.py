@@ -9,19 +9,13 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from mlx_cosyh3 import Voice, batch_generate, generate, load, stream_generate  # noqa: E402
+from mlx_cosyh3 import Voice, batch_generate, generate, stream_generate  # noqa: E402
 from mlx_cosyh3.cosyvoice import audio  # noqa: E402
 from mlx_cosyh3.errors import CosyH3Error  # noqa: E402
 from mlx_cosyh3.integrations import torch as bridge  # noqa: E402
-from tests.small_voice_model import write_voice_model  # noqa: E402
 
 TEXT = {"max_tokens": 12, "seed": 3}
 DTYPES = ("float32", "float16", "bfloat16", "int32", "int64", "uint8", "bool")
-
-
-@pytest.fixture(scope="module")
-def speaker(tmp_path_factory):
-    return load(write_voice_model(tmp_path_factory.mktemp("models") / "voice"))
 
 
 def sound(seconds=2, rate=24000):

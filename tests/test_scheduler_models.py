@@ -15,12 +15,11 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlx_cosyh3 import generate, load
+from mlx_cosyh3 import generate
 from mlx_cosyh3.caches import StateCache
 from mlx_cosyh3.errors import CosyH3Error
 from mlx_cosyh3.scheduler import Scheduler
 from tests.fake_models import WAIT, FakeModel
-from tests.small_voice_model import write_voice_model
 
 OPTIONS = {"max_tokens": 12, "temperature": 1.0}
 NO_NOTE = {"note": lambda text: None}
@@ -29,11 +28,6 @@ NO_NOTE = {"note": lambda text: None}
 @pytest.fixture
 def fake():
     return FakeModel()
-
-
-@pytest.fixture(scope="module")
-def speaker(tmp_path_factory):
-    return load(write_voice_model(tmp_path_factory.mktemp("models") / "voice"))
 
 
 # ---------------------------------------------------------------- asyncio

@@ -10,13 +10,7 @@ import pytest
 from mlx_cosyh3 import load
 from mlx_cosyh3.scheduler import Scheduler
 from tests.small_model import write_model
-from tests.small_voice_model import write_voice_model
 from tests.soaking import GOLDEN_H3, Request, soak, speech_requests, text_requests
-
-
-@pytest.fixture(scope="module")
-def speaker(tmp_path_factory):
-    return load(write_voice_model(tmp_path_factory.mktemp("models") / "voice"))
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import soundfile
 
-from mlx_cosyh3 import generate, load
+from mlx_cosyh3 import generate
 from mlx_cosyh3.costs import costs_of
 from mlx_cosyh3.cosyvoice import audio
 from mlx_cosyh3.cosyvoice.voice import Voice
@@ -23,16 +23,6 @@ from tests.small_voice_model import small_voice, write_voice_model
 from tests.test_cli import COMMAND, one_line, run  # noqa: F401 - `run` is a fixture
 
 TEXT = "Hello there."
-
-
-@pytest.fixture(scope="module")
-def voice_folder(tmp_path_factory):
-    return write_voice_model(tmp_path_factory.mktemp("models") / "voice")
-
-
-@pytest.fixture(scope="module")
-def speaker(voice_folder):
-    return load(voice_folder)
 
 
 @pytest.fixture

@@ -11,26 +11,16 @@ import numpy as np
 import pytest
 import soundfile
 
-from mlx_cosyh3 import generate, load
+from mlx_cosyh3 import generate
 from mlx_cosyh3.cosyvoice import audio
 from mlx_cosyh3.errors import CosyH3Error
 from mlx_cosyh3.speech_repl import SpeechRepl
 from tests.small_model import write_model
-from tests.small_voice_model import small_voice, write_voice_model
+from tests.small_voice_model import small_voice
 from tests.test_cli import COMMAND, one_line, run  # noqa: F401 - `run` is a fixture
 from tests.test_repl import Terminal, command
 
 TEXT = "Hello there."
-
-
-@pytest.fixture(scope="module")
-def voice_folder(tmp_path_factory):
-    return write_voice_model(tmp_path_factory.mktemp("models") / "voice")
-
-
-@pytest.fixture(scope="module")
-def speaker(voice_folder):
-    return load(voice_folder)
 
 
 class Played:

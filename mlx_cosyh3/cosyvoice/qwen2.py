@@ -9,13 +9,13 @@ each once `join` has been called, and one token of one sequence takes the way of
 of twenty, four of which are kernels/norm_linear.py.
 """
 
-import threading
 from dataclasses import dataclass, fields
 
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
+from mlx_cosyh3.compiled import in_main_thread
 from mlx_cosyh3.errors import CheckpointError
 from mlx_cosyh3.kernels import _dispatch, norm_linear
 from mlx_cosyh3.linear import joined, plus, weights
@@ -223,23 +223,19 @@ class Layer(nn.Module):
 class Fused:
     """The layers for one token of one sequence, [D] -> [D], the last norm included.
 
-    What lies between two attentions is one compiled function: to build its graph anew for each token would take Python
-    longer than the launches. (Only in the main thread: another one that used mx.compile and ended can make the process
-    abort at its exit, MLX 0.32.4. The plain functions launch the same kernels.)"""
+    What lies between two attentions is one compiled function; its plain form launches the same kernels."""
 
     def __init__(self, layers, norm, dtype):
         pieces = [[norm_linear.bound(dtype, *w, **options) for w, options in layer.pieces()] for layer in layers]
         self._attentions = [layer.self_attn for layer in layers]
         self._first = pieces[0][0]
         following = [qkv for qkv, *_ in pieces[1:]] + [lambda x, turn: norm(x)]
-        self._plain = [_between(*own[1:], after) for own, after in zip(pieces, following)]
-        self._compiled = [mx.compile(f) for f in self._plain]
+        self._between = [in_main_thread(_between(*own[1:], after)) for own, after in zip(pieces, following)]
 
     def __call__(self, x, cache, turn):
         """x [D] -> [D]; `cache`: a JointCache a layer. turn: the position's row of Attention.turns."""
-        compile_here = threading.current_thread() is threading.main_thread()
         y = self._first(x, turn)
-        for attention, kv, between in zip(self._attentions, cache, self._compiled if compile_here else self._plain):
+        for attention, kv, between in zip(self._attentions, cache, self._between):
             y, x = between(attention.attend_turned(y, kv), x, turn)
         return y
 
